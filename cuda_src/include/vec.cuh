@@ -1,0 +1,37 @@
+// vec.cuh - 16-byte packs and the conversions bf16, e4m3 → fp32, fp32 → bf16. Bits in, bits out: no half-precision arithmetic.
+#pragma once
+#include "ptx.cuh"
+
+// The two bf16 of a 32-bit word: a bf16 is the upper half of a float.
+DEVICE float bf16_lo(uint32_t w) { return __uint_as_float(w << 16); }
+DEVICE float bf16_hi(uint32_t w) { return __uint_as_float(w & 0xffff0000u); }
+
+// Two floats → two bf16 in one word, round to nearest even (one cvt on sm_80+).
+DEVICE uint32_t pack_bf16(float lo, float hi) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+  return uint32_t(__bfloat16_as_ushort(v.x)) | uint32_t(__bfloat16_as_ushort(v.y)) << 16;
+}
+
+// Eight bf16 of a 16-byte pack → eight floats.
+DEVICE void unpack_bf16(float (&f)[8], uint4 v) {
+  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    f[2 * i] = bf16_lo(w[i]);
+    f[2 * i + 1] = bf16_hi(w[i]);
+  }
+}
+DEVICE uint4 pack_bf16x8(const float (&f)[8]) {
+  return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]), pack_bf16(f[6], f[7]));
+}
+
+// Four e4m3 of a word → four floats, exactly: e4m3 → f16 (one F2FP for two on sm_89+, software below) → f32.
+DEVICE void unpack_e4m3(float (&f)[4], uint32_t w) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(w >> (16 * i)), __NV_E4M3);
+    const float2 p = __half22float2(__half2(h));
+    f[2 * i] = p.x;
+    f[2 * i + 1] = p.y;
+  }
+}

@@ -1,0 +1,15 @@
+"""qwen-raw: Qwen2-architecture inference from hand-written CUDA kernels."""
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["Completion", "Engine", "SamplingParams", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names live in `qwen_raw.engine`; imported on first use so that `loaders` can import us."""
+    if name in {"load", "Engine", "Completion", "SamplingParams"}:
+        from qwen_raw import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'qwen_raw' has no attribute {name!r}")

@@ -1,0 +1,112 @@
+"""What the engine asks of a device: two things implement it, the CUDA driver and the CPU's SIMT simulator.
+
+Launchers and model code are written against these protocols only, so every kernel and the whole decode
+step run unchanged on a GPU (`qwen_raw.driver`) and on a laptop (`qwen_raw.simt`).
+
+Storage types are NumPy's: float32, int32, uint32, uint64; uint16 holds bf16 bits, uint8 holds e4m3 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+BF16 = np.dtype(np.uint16)  # bfloat16 bits
+E4M3 = np.dtype(np.uint8)  # float8 e4m3fn bits
+F32 = np.dtype(np.float32)
+I32 = np.dtype(np.int32)
+U32 = np.dtype(np.uint32)
+U64 = np.dtype(np.uint64)
+
+
+class Buffer(Protocol):
+    """A typed, contiguous piece of device memory. Views keep their owner alive."""
+
+    ptr: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    nbytes: int
+
+    def view(self, shape: Sequence[int], offset: int = 0, dtype: np.dtype[Any] | None = None) -> Buffer:
+        """The same memory from `offset` elements on, under another shape (and dtype); bounds are checked."""
+
+    def upload(self, array: np.ndarray[Any, Any]) -> None:
+        """Copy a host array of the same shape and dtype in, ordered on the device's stream."""
+
+    def download(self) -> np.ndarray[Any, Any]:
+        """A host copy, after everything queued so far; counts as a host synchronisation."""
+
+    def fill(self, byte: int) -> None:
+        """Set every byte, ordered on the device's stream."""
+
+
+# By value: numpy scalars (their dtype is the parameter's type) or a structured/1-d array for a struct.
+Arg = Buffer | np.generic | np.ndarray[Any, Any]
+Dim = tuple[int, int, int]
+
+
+class Kernel(Protocol):
+    """One loaded entry point."""
+
+    name: str
+
+
+class Graph(Protocol):
+    """A captured sequence of launches, replayed without parameters."""
+
+    def launch(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Capture(Protocol):
+    """What `Device.capture()` yields; `graph` is set when the with-block ends."""
+
+    graph: Graph
+
+
+class HostRing(Protocol):
+    """uint64 words in host memory that a kernel can write and the host can read without synchronising."""
+
+    words: np.ndarray[Any, np.dtype[np.uint64]]
+    buffer: Buffer
+
+
+class Device(Protocol):
+    """One GPU (or one simulated one) with one main stream."""
+
+    kind: Literal["cuda", "sim"]
+    name: str
+    arch: str  # "sm_90a", or "sim"
+    sm_count: int
+    smem_per_block: int  # opt-in limit, bytes
+    host_syncs: int  # times the host has waited for this device
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Buffer: ...
+
+    def zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Buffer: ...
+
+    def array(self, host: np.ndarray[Any, Any]) -> Buffer:
+        """A new buffer holding a copy of `host`."""
+
+    def host_ring(self, slots: int) -> HostRing: ...
+
+    def kernel(self, stem: str, name: str) -> Kernel:
+        """The entry point `name` of cuda_src/`stem`.cu, compiled (or taken from the cache) and loaded."""
+
+    def launch(
+        self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
+    ) -> None:
+        """Queue one launch. `pdl`: programmatic dependent launch; the kernel must griddep_wait() itself."""
+
+    def capture(self) -> AbstractContextManager[Capture]: ...
+
+    def synchronize(self) -> None: ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,15 @@
+"""The two errors a user can meet: both print as one line, never as a traceback."""
+
+
+class QwenRawError(Exception):
+    """Something failed at run time (exit code 1). The message says what is wrong and what would be right."""
+
+
+class UsageError(QwenRawError):
+    """The request itself is wrong (exit code 2): a flag, a prompt, a model that cannot be what was asked for."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise QwenRawError(message) unless `condition`: how a launcher checks a kernel's PRECONDs."""
+    if not condition:
+        raise QwenRawError(message)
