@@ -33,9 +33,18 @@ class Runner(Protocol):
     dtype: str  # how the linears' weights are stored: "bf16" or "fp8"
     bytes_per_token: int  # weight bytes that one decode step reads, LM head included
     read_ceiling: float | None  # bytes/s that plain reads reach on this device, None where nobody measured it
-    host_syncs: int  # times the host has waited for the device since the runner was made
-    peak_bytes: int  # device memory held at the most, weights and KV cache included
-    logits_hash: int | None  # `logits_hash` of the step that chose the id yielded last; None before the first
+
+    @property
+    def host_syncs(self) -> int:
+        """Times the host has waited for the device since the runner was made."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device memory held at the most, weights and KV cache included."""
+
+    @property
+    def logits_hash(self) -> int | None:
+        """`logits_hash` below, of the step that chose the id yielded last; None before the first."""
 
     def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int) -> Iterator[int]:
         """Yield the max_tokens ids that follow `ids`, chosen as `qwen_raw.generation.sampling.choose` would.
