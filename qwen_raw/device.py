@@ -106,6 +106,9 @@ class Device(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def idle(self) -> bool:
+        """Whether everything queued has finished; never waits; raises QwenRawError if a launch failed."""
+
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes."""
 

@@ -36,6 +36,6 @@ constexpr int WARP = 32;
 constexpr unsigned FULL_MASK = 0xffffffffu;
 
 // A kernel's entry point: KERNEL(256) void add_bf16(...). The number is the largest block it may be launched with.
-#define KERNEL(max_threads) extern "C" __global__ void __launch_bounds__(max_threads)
-#define KERNEL_OCC(max_threads, blocks) extern "C" __global__ void __launch_bounds__(max_threads, blocks)
+#define KERNEL(max_threads) extern "C" __global__ __launch_bounds__(max_threads)
+#define KERNEL_OCC(max_threads, blocks) extern "C" __global__ __launch_bounds__(max_threads, blocks)
 #define DEVICE __device__ __forceinline__

@@ -1,0 +1,54 @@
+// attn_prefill.cu - causal attention of T new tokens to the cache that already holds them (and whatever came before).
+//
+//   out[t, h] = Σ_k softmax_k(q[t, h]·K[h/G, k] / √HD)·V[h/G, k],   k = 0 … pos0 + t
+//
+// The plain one: a warp takes 16 queries of one head and walks the keys 16 at a time (include/attn.cuh), fragments straight from L1/L2.
+// grid: (ceil(T/64), H); block: 128 = 4 warps of 16 queries. The longest blocks come first.
+// bytes moved: the cache once per 16 queries and head, from L2; flops 4·HD·H·Σ(pos0 + t + 1).
+// PRECOND  HD 64 or 128 (by kernel name); H % KV == 0; all pointers and q_stride·2 16-byte aligned; pos0 + T <= max_len. minimum arch: sm_80
+#include "include/attn.cuh"
+
+constexpr int WARPS = 4;
+
+template <int HD>
+DEVICE void attn_prefill(bf16* __restrict__ out, const bf16* __restrict__ q, const bf16* __restrict__ k_cache, const bf16* __restrict__ v_cache,
+                         int T, int q_stride, int pos0, int H, int KV, int max_len, float scale_log2) {
+  const int h = blockIdx.y, kv = h / (H / KV), g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  const int t0 = ((int(gridDim.x) - 1 - int(blockIdx.x)) * WARPS + int(threadIdx.x) / WARP) * ATTN_ROWS;
+  if (t0 >= T) return;
+  const int row[2] = {t0 + g, t0 + g + 8};
+  uint32_t qf[HD / 16][4];
+  attn_load_q<HD>(qf, row[0] < T ? q + int64_t(row[0]) * q_stride + h * HD : nullptr,
+                  row[1] < T ? q + int64_t(row[1]) * q_stride + h * HD : nullptr);
+  const bf16 *k = k_cache + int64_t(kv) * max_len * HD, *v = v_cache + int64_t(kv) * max_len * HD;
+  const int end = pos0 + min(T, t0 + ATTN_ROWS), limit[2] = {pos0 + row[0] + 1, pos0 + row[1] + 1};
+  AttnState<HD> st;
+  attn_init<HD>(st);
+  for (int k0 = 0; k0 < end; k0 += ATTN_KEYS) attn_step<HD>(st, qf, k, v, k0, end - 1, limit, scale_log2);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float inv = 1.f / attn_row_sum(st.l[r]);  // every row sees at least key 0
+    if (row[r] >= T) continue;
+    bf16* o = out + (int64_t(row[r]) * H + h) * HD + 16 * t;
+#pragma unroll
+    for (int j = 0; j < HD / 64; j++) {
+      float lo[8], hi[8];
+#pragma unroll
+      for (int e = 0; e < 8; e++) lo[e] = st.o[8 * j + e][2 * r] * inv, hi[e] = st.o[8 * j + e][2 * r + 1] * inv;
+      reinterpret_cast<uint4*>(o + 64 * j)[0] = pack_bf16x8(lo);
+      reinterpret_cast<uint4*>(o + 64 * j)[1] = pack_bf16x8(hi);
+    }
+  }
+}
+
+#define ATTN_PREFILL(HD)                                                                                                \
+  KERNEL_OCC(WARPS * WARP, 3) void attn_prefill_bf16_hd##HD(bf16* out,           /* [T, H, HD] */                              \
+                                                     const bf16* q,       /* [T, q_stride], heads first in each row */  \
+                                                     const bf16* k_cache, /* [KV, max_len, HD] */                       \
+                                                     const bf16* v_cache, /* [KV, max_len, HD] */                       \
+                                                     int T, int q_stride, int pos0, int H, int KV, int max_len,         \
+                                                     float scale_log2) {                                                \
+    attn_prefill<HD>(out, q, k_cache, v_cache, T, q_stride, pos0, H, KV, max_len, scale_log2);                          \
+  }
+ATTN_PREFILL(64)
+ATTN_PREFILL(128)

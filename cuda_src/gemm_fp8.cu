@@ -1,0 +1,38 @@
+// gemm_fp8.cu - prefill's matrix products with e4m3 weights and one fp32 scale per output row (W8A16: the weights are widened to bf16
+// in shared memory, so prefill and decode compute the same function). Tiling, grid, block and PRECONDs: include/gemm.cuh.
+//
+// gemm_bias_fp8    out[T,N] bf16 = s·(A[T,K]·W[N,K]ᵀ) + b        Q, K, V
+// gemm_add_fp8     h[T,N] fp32 += s·(A·Wᵀ)                       O-projection, down-projection
+// gemm_swiglu_fp8  act[T,I] bf16 = silu(sg·A·Wgᵀ)·(su·A·Wuᵀ)     gate and up
+// minimum arch: sm_80
+#include "include/gemm.cuh"
+
+KERNEL_OCC(GEMM_THREADS, 2) void
+gemm_bias_fp8(bf16* out,           // [T, N]
+              const bf16* a,       // [T, K]
+              const e4m3* w,       // [N, K]
+              const float* scale,  // [N]
+              const float* bias,   // [N] or null
+              int T, int N, int K) {
+  gemm_bias<GemmE4m3>(out, a, w, scale, bias, T, N, K);
+}
+
+KERNEL_OCC(GEMM_THREADS, 2) void
+gemm_add_fp8(float* h,            // [T, N] residual stream, in place
+             const bf16* a,       // [T, K]
+             const e4m3* w,       // [N, K]
+             const float* scale,  // [N]
+             int T, int N, int K) {
+  gemm_f32<GemmE4m3, true>(h, a, w, scale, T, N, K);
+}
+
+KERNEL_OCC(GEMM_THREADS, 2) void
+gemm_swiglu_fp8(bf16* act,            // [T, I]
+                const bf16* a,        // [T, K]
+                const e4m3* w_gate,   // [I, K]
+                const float* s_gate,  // [I]
+                const e4m3* w_up,     // [I, K]
+                const float* s_up,    // [I]
+                int T, int I, int K) {
+  gemm_swiglu<GemmE4m3>(act, a, w_gate, s_gate, w_up, s_up, T, I, K);
+}

@@ -1,0 +1,192 @@
+// gemm.cuh - C = A·Wᵀ on tensor cores for prefill: the plain tiled kernel that runs on every architecture from sm_80 on.
+//
+// A [T, K] bf16 row-major, W [N, K] row-major, bf16 or e4m3 (widened to bf16 on the way into shared memory, exactly; its row scale is
+// applied to the sum). A block computes 64 × 128 of C; 8 warps as 2 × 4, each 32 × 32 by mma.sync m16n8k16 with fp32 accumulators.
+// K runs in slices of 32, double-buffered: the next slice travels to registers while this one is multiplied.
+// Shared rows are padded from 32 to 40 elements, so the eight rows a fragment load touches fall into different banks.
+//
+// grid: (ceil(N / 128) or ceil(I / 64) for SwiGLU, ceil(T / 64)); block: 256. bytes moved: A once per column block, W once per row block.
+// PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3); A, W 16-byte aligned. T, N, K need not be multiples of the tile.
+#pragma once
+#include "vec.cuh"
+
+constexpr int GEMM_THREADS = 256, BM = 64, BN = 128, BK = 32, LDS = BK + 8;
+
+struct GemmTile {
+  bf16 a[2][BM][LDS];
+  bf16 b[2][BN][LDS];
+};
+
+// How 16-byte packs of a weight type become bf16 in shared memory. PACKS: packs that a thread moves per slice of W.
+struct GemmBf16 {
+  using type = bf16;
+  static constexpr int PACK = 8, PACKS = BN * BK / 8 / GEMM_THREADS;
+  static constexpr bool SCALED = false;
+  static DEVICE void store(bf16* dst, uint4 v) { *reinterpret_cast<uint4*>(dst) = v; }
+};
+struct GemmE4m3 {
+  using type = e4m3;
+  static constexpr int PACK = 16, PACKS = BN * BK / 16 / GEMM_THREADS;
+  static constexpr bool SCALED = true;
+  static DEVICE void store(bf16* dst, uint4 v) {
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    float f[16];
+#pragma unroll
+    for (int i = 0; i < 4; i++) unpack_e4m3(*reinterpret_cast<float(*)[4]>(f + 4 * i), w[i]);
+    reinterpret_cast<uint4*>(dst)[0] = pack_bf16x8(*reinterpret_cast<float(*)[8]>(f));
+    reinterpret_cast<uint4*>(dst)[1] = pack_bf16x8(*reinterpret_cast<float(*)[8]>(f + 8));
+  }
+};
+
+// Which row of W feeds row r (0 … 127) of this block's tile, or -1. Plain: the 128 rows from n0 on.
+struct RowsPlain {
+  static constexpr int COLUMNS = BN;  // columns of C a block writes
+  template <class T>
+  static DEVICE const T* row(const T* w, const T*, int r, int N, int K) {
+    const int n = int(blockIdx.x) * BN + r;
+    return n < N ? w + int64_t(n) * K : nullptr;
+  }
+};
+// Gate and up: each warp's 32 rows are 16 of the gate and the same 16 of the up, so that one thread ends with both.
+struct RowsPaired {
+  static constexpr int COLUMNS = BN / 2;
+  template <class T>
+  static DEVICE const T* row(const T* gate, const T* up, int r, int N, int K) {
+    const int n = int(blockIdx.x) * COLUMNS + r / 32 * 16 + r % 16;
+    return n < N ? (r % 32 < 16 ? gate : up) + int64_t(n) * K : nullptr;
+  }
+};
+
+template <class W>
+struct GemmSlice {
+  uint4 a, b[W::PACKS];
+};
+
+// One K slice from device memory into registers; what lies outside the matrices is zero.
+template <class W, class Rows>
+DEVICE void gemm_fetch(GemmSlice<W>& s, const bf16* __restrict__ a, const typename W::type* w0, const typename W::type* w1, int T, int N,
+                       int K, int k0) {
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  const int row = int(blockIdx.y) * BM + int(threadIdx.x) / 4, ka = k0 + int(threadIdx.x) % 4 * 8;
+  s.a = row < T && ka < K ? ld_global_v4(a + int64_t(row) * K + ka) : zero;
+#pragma unroll
+  for (int i = 0; i < W::PACKS; i++) {
+    const int p = int(threadIdx.x) + i * GEMM_THREADS, kb = k0 + p % (BK / W::PACK) * W::PACK;
+    const typename W::type* r = Rows::row(w0, w1, p / (BK / W::PACK), N, K);
+    s.b[i] = r && kb < K ? ld_global_v4(r + kb) : zero;
+  }
+}
+
+template <class W>
+DEVICE void gemm_stage(GemmTile& sh, int buf, const GemmSlice<W>& s) {
+  *reinterpret_cast<uint4*>(&sh.a[buf][threadIdx.x / 4][threadIdx.x % 4 * 8]) = s.a;
+#pragma unroll
+  for (int i = 0; i < W::PACKS; i++) {
+    const int p = int(threadIdx.x) + i * GEMM_THREADS;
+    W::store(&sh.b[buf][p / (BK / W::PACK)][p % (BK / W::PACK) * W::PACK], s.b[i]);
+  }
+}
+
+DEVICE uint32_t shared_pair(const bf16* p) { return *reinterpret_cast<const uint32_t*>(p); }
+
+DEVICE void gemm_multiply(float (&c)[2][4][4], const GemmTile& sh, int buf) {
+  const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  const int m = warp / 4 * 32, n = warp % 4 * 32;
+#pragma unroll
+  for (int k = 0; k < BK; k += 16) {
+    uint32_t a[2][4], b[4][2];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int q = 0; q < 4; q++) a[i][q] = shared_pair(&sh.a[buf][m + 16 * i + g + 8 * (q % 2)][k + 2 * t + 8 * (q / 2)]);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+      for (int q = 0; q < 2; q++) b[j][q] = shared_pair(&sh.b[buf][n + 8 * j + g][k + 2 * t + 8 * q]);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) mma_bf16_16816(c[i][j], a[i], b[j]);
+  }
+}
+
+// The block's 64 × 128 sums, in c[16-row tile][8-column tile][mma accumulator].
+template <class W, class Rows>
+DEVICE void gemm_tile(float (&c)[2][4][4], GemmTile& sh, const bf16* __restrict__ a, const typename W::type* w0, const typename W::type* w1,
+                      int T, int N, int K) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) c[i / 16][i / 4 % 4][i % 4] = 0.f;
+  GemmSlice<W> s;
+  gemm_fetch<W, Rows>(s, a, w0, w1, T, N, K, 0);
+  gemm_stage<W>(sh, 0, s);
+  __syncthreads();
+  for (int k0 = 0, buf = 0; k0 < K; k0 += BK, buf ^= 1) {
+    if (k0 + BK < K) gemm_fetch<W, Rows>(s, a, w0, w1, T, N, K, k0 + BK);
+    gemm_multiply(c, sh, buf);
+    if (k0 + BK < K) gemm_stage<W>(sh, buf ^ 1, s);  // the other buffer was last read before the previous barrier
+    __syncthreads();
+  }
+}
+
+// Calls f(row, column, i, j, r) for every sum this thread holds: c[i][j][r] belongs at (row, column) of the block's tile.
+template <class F>
+DEVICE void gemm_each(F f) {
+  const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) f(warp / 4 * 32 + 16 * i + g + 8 * (r / 2), warp % 4 * 32 + 8 * j + 2 * t + r % 2, i, j, r);
+}
+
+// ---- the kernels, for either weight type --------------------------------------------------------------------------------------
+
+// out[t, n] = scale[n]·(A·Wᵀ)[t, n] + bias[n], as bf16. `bias` may be null.
+template <class W>
+DEVICE void gemm_bias(bf16* __restrict__ out, const bf16* __restrict__ a, const typename W::type* __restrict__ w,
+                      const float* __restrict__ scale, const float* __restrict__ bias, int T, int N, int K) {
+  SHARED(GemmTile, sh);
+  float c[2][4][4];
+  gemm_tile<W, RowsPlain>(c, sh, a, w, w, T, N, K);
+  gemm_each([&](int m, int n, int i, int j, int r) {
+    const int row = int(blockIdx.y) * BM + m, col = int(blockIdx.x) * BN + n;
+    if (row >= T || col >= N) return;
+    const float y = W::SCALED ? c[i][j][r] * scale[col] : c[i][j][r];
+    out[int64_t(row) * N + col] = __float2bfloat16_rn(bias ? y + bias[col] : y);
+  });
+}
+
+// h[t, n] += scale[n]·(A·Wᵀ)[t, n] (ADD), or = (the LM head's logits), in fp32.
+template <class W, bool ADD>
+DEVICE void gemm_f32(float* __restrict__ h, const bf16* __restrict__ a, const typename W::type* __restrict__ w,
+                     const float* __restrict__ scale, int T, int N, int K) {
+  SHARED(GemmTile, sh);
+  float c[2][4][4];
+  gemm_tile<W, RowsPlain>(c, sh, a, w, w, T, N, K);
+  gemm_each([&](int m, int n, int i, int j, int r) {
+    const int row = int(blockIdx.y) * BM + m, col = int(blockIdx.x) * BN + n;
+    if (row >= T || col >= N) return;
+    const float y = W::SCALED ? c[i][j][r] * scale[col] : c[i][j][r];
+    float& dst = h[int64_t(row) * N + col];
+    dst = ADD ? dst + y : y;
+  });
+}
+
+// act[t, i] = silu(s_gate[i]·gate)·(s_up[i]·up), as bf16.
+template <class W>
+DEVICE void gemm_swiglu(bf16* __restrict__ act, const bf16* __restrict__ a, const typename W::type* __restrict__ w_gate,
+                        const float* __restrict__ s_gate, const typename W::type* __restrict__ w_up, const float* __restrict__ s_up, int T,
+                        int I, int K) {
+  SHARED(GemmTile, sh);
+  float c[2][4][4];
+  gemm_tile<W, RowsPaired>(c, sh, a, w_gate, w_up, T, I, K);
+  gemm_each([&](int m, int n, int i, int j, int r) {
+    if (j >= 2) return;  // tiles 0 and 1 are gates, 2 and 3 the ups of the same columns
+    const int row = int(blockIdx.y) * BM + m, col = int(blockIdx.x) * RowsPaired::COLUMNS + n / 32 * 16 + n % 32;
+    if (row >= T || col >= I) return;
+    const float gate = W::SCALED ? c[i][j][r] * s_gate[col] : c[i][j][r];
+    const float up = W::SCALED ? c[i][j + 2][r] * s_up[col] : c[i][j + 2][r];
+    act[int64_t(row) * I + col] = __float2bfloat16_rn(gate / (1.f + expf(-gate)) * up);
+  });
+}

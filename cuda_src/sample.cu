@@ -1,0 +1,113 @@
+// sample.cu - logits → the next id, on the device: greedy, or temperature by the Gumbel-max trick; then the decode state moves on.
+//
+//   id = argmax over v < text_vocab of  logits[v]·inv_temp + noise(v),   noise = 0 when greedy, else -log(-log(u)), u ∈ (0, 1)
+//
+// u comes from Philox4x32-10 (Salmon et al., SC'11): counter (v, position of the id being chosen, 0, 0), key = seed; so a draw depends on
+// nothing but seed, position and row, and the host's reference draws the same. Ties go to the lowest id. Rows from text_vocab on are padding.
+// Every block reduces a slice; the last to arrive reduces the blocks, writes the id where the next step's embedding reads it, advances the
+// position, and posts {id, hash of the logits' bits} and then the step number to the host's ring. A NaN anywhere posts NAN_ID instead.
+//
+// grid: any (blocks stride over V); block: 256. bytes moved: 4·V.
+// PRECOND  best holds gridDim.x × 2 words of 64 bits; counter zero before the first launch; ring holds 2·slots words. minimum arch: sm_80
+#include "include/reduce.cuh"
+#include "include/ptx.cuh"
+
+constexpr uint32_t NAN_ID = 0xffffffffu;
+constexpr int THREADS = 256;
+
+// One decode state, written by the host before a request and advanced here.
+struct DecodeState {
+  int32_t token;  // the id that the next step embeds
+  int32_t pos;    // its position
+  uint32_t step;  // ids chosen so far in this request
+  uint32_t pad;
+};
+struct SampleParams {
+  float inv_temp;  // 0: greedy
+  uint32_t seed_lo, seed_hi;
+  int32_t text_vocab;
+};
+
+DEVICE uint32_t mul_hi(uint32_t a, uint32_t b) { return uint32_t((uint64_t(a) * b) >> 32); }
+
+// First output word of Philox4x32-10.
+DEVICE uint32_t philox(uint32_t c0, uint32_t c1, uint32_t k0, uint32_t k1) {
+  uint32_t c2 = 0, c3 = 0;
+#pragma unroll
+  for (int i = 0; i < 10; i++) {
+    const uint32_t h0 = mul_hi(0xD2511F53u, c0), l0 = 0xD2511F53u * c0, h1 = mul_hi(0xCD9E8D57u, c2), l1 = 0xCD9E8D57u * c2;
+    c0 = h1 ^ c1 ^ k0, c1 = l1, c2 = h0 ^ c3 ^ k1, c3 = l0;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return c0;
+}
+
+DEVICE float gumbel(uint32_t r) {
+  const float u = (float(r >> 9) + 0.5f) * 1.1920928955078125e-7f;  // 2^-23: u is never 0 or 1
+  return -logf(-logf(u));
+}
+
+// A float and its row in one word that orders as (value, then lowest row): the largest word wins. NaN outranks everything.
+DEVICE uint64_t rank_of(float x, uint32_t row) {
+  const uint32_t b = __float_as_uint(x);
+  const uint32_t key = x != x ? 0xffffffffu : (b & 0x80000000u) ? ~b : b | 0x80000000u;
+  return uint64_t(key) << 32 | uint32_t(~row);
+}
+DEVICE uint64_t rank_max(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+// Largest rank and sum of hashes over the block, in thread 0.
+DEVICE void block_best(uint64_t& rank, uint32_t& hash, uint64_t* ranks, uint32_t* hashes) {
+#pragma unroll
+  for (int m = WARP / 2; m; m >>= 1) {
+    rank = rank_max(rank, __shfl_xor_sync(FULL_MASK, (unsigned long long)rank, m));
+    hash += __shfl_xor_sync(FULL_MASK, hash, m);
+  }
+  if (threadIdx.x % WARP == 0) ranks[threadIdx.x / WARP] = rank, hashes[threadIdx.x / WARP] = hash;
+  __syncthreads();
+  if (threadIdx.x) return;
+  for (int i = 1; i < int(blockDim.x) / WARP; i++) rank = rank_max(rank, ranks[i]), hash += hashes[i];
+}
+
+KERNEL(THREADS) void
+sample_f32(DecodeState* state,          // [1]
+           const float* logits,         // [V]
+           const SampleParams* params,  // [1]
+           uint64_t* best,              // [grid, 2] scratch: rank, hash
+           uint32_t* counter,           // [1]
+           uint64_t* ring,              // [slots, 2] host memory: {hash << 32 | id, step}
+           int V, int slots) {
+  SHARED(uint64_t[WARP], ranks);
+  SHARED(uint32_t[WARP], hashes);
+  SHARED(uint32_t, arrived);
+  griddep_launch();
+  griddep_wait();
+  const SampleParams p = *params;
+  const uint32_t position = uint32_t(state->pos) + 1;
+  uint64_t rank = 0;
+  uint32_t hash = 0;
+  for (int v = blockIdx.x * blockDim.x + threadIdx.x; v < V; v += gridDim.x * blockDim.x) {
+    const float x = logits[v];
+    hash += __float_as_uint(x) * (2u * uint32_t(v) + 1u);  // a sum, so that the order of blocks does not matter
+    if (v >= p.text_vocab) continue;
+    rank = rank_max(rank, rank_of(p.inv_temp == 0.f ? x : fmaf(x, p.inv_temp, gumbel(philox(v, position, p.seed_lo, p.seed_hi))), v));
+  }
+  block_best(rank, hash, ranks, hashes);
+  if (threadIdx.x == 0) {
+    best[2 * blockIdx.x] = rank;
+    best[2 * blockIdx.x + 1] = hash;
+    arrived = atom_inc_acq_rel_gpu(counter, gridDim.x - 1);
+  }
+  __syncthreads();
+  if (arrived != gridDim.x - 1) return;
+  rank = 0, hash = 0;
+  for (int i = threadIdx.x; i < int(gridDim.x); i += blockDim.x) rank = rank_max(rank, best[2 * i]), hash += uint32_t(best[2 * i + 1]);
+  block_best(rank, hash, ranks, hashes);
+  if (threadIdx.x) return;
+  const uint32_t id = uint32_t(rank >> 32) == 0xffffffffu ? NAN_ID : ~uint32_t(rank), step = state->step;
+  state->token = id == NAN_ID ? 0 : int32_t(id);  // steps already queued must still read a real row
+  state->pos += 1;
+  state->step = step + 1;
+  uint64_t* slot = ring + 2 * (step % uint32_t(slots));
+  st_release_sys_u64(slot, uint64_t(hash) << 32 | id);
+  st_release_sys_u64(slot + 1, uint64_t(step) + 1);
+}

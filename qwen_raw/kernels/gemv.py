@@ -1,0 +1,132 @@
+"""Launchers of include/gemv.cuh's kernels, shared by gemv_bf16 and gemv_fp8: the two differ in the weight type only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qwen_raw.device import BF16, F32, I32, Arg, Buffer, Device
+from qwen_raw.errors import require
+from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
+
+THREADS = 256
+WARPS = THREADS // 32
+
+
+def smem_bytes(K: int) -> int:
+    """Dynamic shared memory for x [K] as bf16, in whole groups of 512 elements (the fp8 staging order works in those)."""
+    return (K + 511) // 512 * 512 * 2
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """One weight type's kernels. `blocks_per_sm`: what the kernels' launch bounds allow."""
+
+    stem: str
+    fp8: bool
+    blocks_per_sm: int
+
+    def grid(self, dev: Device, pairs: int, K: int) -> int:
+        """One wave of resident blocks, or fewer when there is less than a row pair for each warp."""
+        fit = max(1, min(self.blocks_per_sm, dev.smem_per_block // (smem_bytes(K) + 1024)))
+        return max(1, min((pairs + WARPS - 1) // WARPS, dev.sm_count * fit))
+
+    def _launch(self, dev: Device, op: str, pairs: int, K: int, args: list[Arg], pdl: bool, grid: int | None) -> None:
+        smem = smem_bytes(K)
+        require(smem <= dev.smem_per_block, f"K = {K} needs {smem} bytes of shared memory, {dev.smem_per_block} there")
+        kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}")
+        blocks = grid or self.grid(dev, pairs, K)
+        dev.launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), args, smem=smem, pdl=pdl)
+
+    def _weights(self, *linears: Linear) -> list[Arg]:
+        """Kernel arguments of the weights: each followed by its scale when the type has one."""
+        args: list[Arg] = []
+        for w in linears:
+            check_linear(w, self.fp8)
+            args.append(w.weight)
+            if w.scale is not None:
+                args.append(w.scale)
+        return args
+
+    def add(self, dev: Device, h: Buffer, x: Buffer, w: Linear, *, pdl: bool = False, grid: int | None = None) -> None:
+        """h f32 [N] += W·x, x bf16 [K]."""
+        check_buffer(h, (w.N,), F32, "h")
+        check_buffer(x, (w.K,), BF16, "x")
+        args = [h, x, *self._weights(w), np.int32(w.N), np.int32(w.K)]
+        self._launch(dev, "add", (w.N + 1) // 2, w.K, args, pdl, grid)
+
+    def swiglu(
+        self,
+        dev: Device,
+        act: Buffer,
+        h: Buffer,
+        g: Buffer,
+        gate: Linear,
+        up: Linear,
+        eps: float,
+        *,
+        pdl: bool = False,
+        grid: int | None = None,
+    ) -> None:
+        """act bf16 [I] = silu(Wg·n)·(Wu·n), n = RMSNorm(h f32 [K], g bf16 [K])."""
+        require((gate.N, gate.K) == (up.N, up.K), f"gate is {gate.weight.shape}, up is {up.weight.shape}")
+        check_buffer(act, (gate.N,), BF16, "act")
+        check_buffer(h, (gate.K,), F32, "h")
+        check_buffer(g, (gate.K,), BF16, "g")
+        args = [act, h, g, *self._weights(gate, up), np.int32(gate.N), np.int32(gate.K), np.float32(eps)]
+        self._launch(dev, "swiglu", gate.N, gate.K, args, pdl, grid)
+
+    def qkv(
+        self,
+        dev: Device,
+        q: Buffer,
+        k_cache: Buffer,
+        v_cache: Buffer,
+        h: Buffer,
+        g: Buffer,
+        w: Linear,
+        bias: Buffer,
+        rope: Buffer,
+        pos: Buffer,
+        eps: float,
+        *,
+        pdl: bool = False,
+        grid: int | None = None,
+    ) -> None:
+        """q bf16 [H, HD], and row `pos` of both caches [KV, max_len, HD], from h f32 [K]; bias f32 [N]; rope f32 [max_len, HD/2, 2]."""
+        (H, HD), (KV, max_len, _) = q.shape, k_cache.shape
+        require(
+            w.N == (H + 2 * KV) * HD, f"QKV weight has {w.N} rows, {H} + 2·{KV} heads of {HD} need {(H + 2 * KV) * HD}"
+        )
+        require(HD % 2 == 0, f"head_dim {HD} is odd")
+        check_buffer(q, (H, HD), BF16, "q")
+        check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
+        check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
+        check_buffer(h, (w.K,), F32, "h")
+        check_buffer(g, (w.K,), BF16, "g")
+        check_buffer(bias, (w.N,), F32, "bias")
+        check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
+        require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
+        dims = [np.int32(n) for n in (H, KV, HD, max_len, w.K)]
+        args = [q, k_cache, v_cache, h, g, *self._weights(w), bias, rope, pos, *dims, np.float32(eps)]
+        self._launch(dev, "qkv", w.N // 2, w.K, args, pdl, grid)
+
+    def logits(
+        self,
+        dev: Device,
+        out: Buffer,
+        h: Buffer,
+        g: Buffer,
+        w: Linear,
+        eps: float,
+        *,
+        pdl: bool = False,
+        grid: int | None = None,
+    ) -> None:
+        """out f32 [V] = W·RMSNorm(h f32 [K], g bf16 [K])."""
+        check_buffer(out, (w.N,), F32, "logits")
+        check_buffer(h, (w.K,), F32, "h")
+        check_buffer(g, (w.K,), BF16, "g")
+        args = [out, h, g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
+        self._launch(dev, "logits", (w.N + 1) // 2, w.K, args, pdl, grid)

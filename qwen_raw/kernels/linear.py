@@ -1,0 +1,46 @@
+"""A weight matrix on the device, and the checks that every product with it shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qwen_raw.device import BF16, E4M3, F32, Buffer
+from qwen_raw.errors import require
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """W [N, K] row-major: bf16, or e4m3 with one fp32 scale per row."""
+
+    weight: Buffer  # [N, K]
+    scale: Buffer | None = None  # [N], e4m3 only
+
+    @property
+    def N(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def K(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (self.scale.nbytes if self.scale else 0)
+
+
+def check_linear(w: Linear, fp8: bool) -> None:
+    """PRECONDs on a weight: its type, whole 16-byte packs in a row, alignment, one scale a row."""
+    want, pack = (E4M3, 16) if fp8 else (BF16, 8)
+    require(w.weight.dtype == want, f"weight is {w.weight.dtype}, this kernel takes {want}")
+    require(w.K % pack == 0, f"weight rows of {w.K} elements are not whole 16-byte packs: need a multiple of {pack}")
+    require(w.weight.ptr % 16 == 0, f"weight at {w.weight.ptr:#x} is not 16-byte aligned")
+    if fp8:
+        require(w.scale is not None, "fp8 weight without row scales")
+        assert w.scale is not None
+        check_buffer(w.scale, (w.N,), F32, "scale")
+
+
+def check_buffer(b: Buffer, shape: tuple[int, ...], dtype: object, name: str) -> None:
+    """PRECOND: exactly this shape and type, 16-byte aligned."""
+    require(b.shape == shape and b.dtype == dtype, f"{name} is {b.dtype}{list(b.shape)}, expected {dtype}{list(shape)}")
+    require(b.ptr % 16 == 0, f"{name} at {b.ptr:#x} is not 16-byte aligned")
