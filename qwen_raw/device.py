@@ -81,6 +81,7 @@ class Device(Protocol):
     kind: Literal["cuda", "sim"]
     name: str
     arch: str  # "sm_90a", or "sim"
+    driver: str  # for people: "CUDA driver 13.0", "SIMT simulator, g++ 12.2"
     sm_count: int
     smem_per_block: int  # opt-in limit, bytes
     host_syncs: int  # times the host has waited for this device
