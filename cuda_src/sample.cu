@@ -1,18 +1,19 @@
 // sample.cu - logits → the next id, on the device: greedy, or temperature by the Gumbel-max trick; then the decode state moves on.
 //
-//   id = argmax over v < text_vocab of  logits[v]·inv_temp + noise(v),   noise = 0 when greedy, else -log(-log(u)), u ∈ (0, 1)
+//   id = argmax over v < text_vocab of  logits[v] / temperature + noise(v),   noise = 0 when greedy, else -log(-log(u)), u ∈ (0, 1)
 //
 // u comes from Philox4x32-10 (Salmon et al., SC'11): counter (v, position of the id being chosen, 0, 0), key = seed; so a draw depends on
 // nothing but seed, position and row, and the host's reference draws the same. Ties go to the lowest id. Rows from text_vocab on are padding.
 // Every block reduces a slice; the last to arrive reduces the blocks, writes the id where the next step's embedding reads it, advances the
-// position, and posts {id, hash of the logits' bits} and then the step number to the host's ring. A NaN anywhere posts NAN_ID instead.
+// position, and posts {id, hash of the logits' bits} and then the step number to the host's ring. A logit that is not finite posts
+// BAD_ID instead. Definition in Python: qwen_raw/generation/sampling.py; of the hash: qwen_raw/generation/runner.py.
 //
-// grid: any (blocks stride over V); block: 256. bytes moved: 4·V.
-// PRECOND  best holds gridDim.x × 2 words of 64 bits; counter zero before the first launch; ring holds 2·slots words. minimum arch: sm_80
+// grid: any (blocks stride over the rows); block: 256. bytes moved: 4·text_vocab.
+// PRECOND  text_vocab <= V. PRECOND  best holds gridDim.x × 2 words of 64 bits; counter zero before the first launch; ring holds 2·slots words. minimum arch: sm_80
 #include "include/reduce.cuh"
 #include "include/ptx.cuh"
 
-constexpr uint32_t NAN_ID = 0xffffffffu;
+constexpr uint32_t BAD_ID = 0xffffffffu;
 constexpr int THREADS = 256;
 
 // One decode state, written by the host before a request and advanced here.
@@ -23,7 +24,7 @@ struct DecodeState {
   uint32_t pad;
 };
 struct SampleParams {
-  float inv_temp;  // 0: greedy
+  float temperature;  // 0: greedy
   uint32_t seed_lo, seed_hi;
   int32_t text_vocab;
 };
@@ -47,10 +48,10 @@ DEVICE float gumbel(uint32_t r) {
   return -logf(-logf(u));
 }
 
-// A float and its row in one word that orders as (value, then lowest row): the largest word wins. NaN outranks everything.
+// A float and its row in one word that orders as (value, then lowest row): the largest word wins; what is not finite outranks everything.
 DEVICE uint64_t rank_of(float x, uint32_t row) {
-  const uint32_t b = __float_as_uint(x);
-  const uint32_t key = x != x ? 0xffffffffu : (b & 0x80000000u) ? ~b : b | 0x80000000u;
+  const uint32_t b = __float_as_uint(x + 0.f);  // -0 equals +0: the lower row wins
+  const uint32_t key = (b & 0x7f800000u) == 0x7f800000u ? 0xffffffffu : (b & 0x80000000u) ? ~b : b | 0x80000000u;
   return uint64_t(key) << 32 | uint32_t(~row);
 }
 DEVICE uint64_t rank_max(uint64_t a, uint64_t b) { return a > b ? a : b; }
@@ -75,7 +76,7 @@ sample_f32(DecodeState* state,          // [1]
            uint64_t* best,              // [grid, 2] scratch: rank, hash
            uint32_t* counter,           // [1]
            uint64_t* ring,              // [slots, 2] host memory: {hash << 32 | id, step}
-           int V, int slots) {
+           int slots) {
   SHARED(uint64_t[WARP], ranks);
   SHARED(uint32_t[WARP], hashes);
   SHARED(uint32_t, arrived);
@@ -85,11 +86,10 @@ sample_f32(DecodeState* state,          // [1]
   const uint32_t position = uint32_t(state->pos) + 1;
   uint64_t rank = 0;
   uint32_t hash = 0;
-  for (int v = blockIdx.x * blockDim.x + threadIdx.x; v < V; v += gridDim.x * blockDim.x) {
+  for (int v = blockIdx.x * blockDim.x + threadIdx.x; v < p.text_vocab; v += gridDim.x * blockDim.x) {
     const float x = logits[v];
-    hash += __float_as_uint(x) * (2u * uint32_t(v) + 1u);  // a sum, so that the order of blocks does not matter
-    if (v >= p.text_vocab) continue;
-    rank = rank_max(rank, rank_of(p.inv_temp == 0.f ? x : fmaf(x, p.inv_temp, gumbel(philox(v, position, p.seed_lo, p.seed_hi))), v));
+    hash += (__float_as_uint(x) ^ uint32_t(v) * 0x9E3779B1u) * 0x85EBCA6Bu;  // a sum, so that the order of blocks does not matter
+    rank = rank_max(rank, rank_of(p.temperature == 0.f ? x : x / p.temperature + gumbel(philox(v, position, p.seed_lo, p.seed_hi)), v));
   }
   block_best(rank, hash, ranks, hashes);
   if (threadIdx.x == 0) {
@@ -103,8 +103,8 @@ sample_f32(DecodeState* state,          // [1]
   for (int i = threadIdx.x; i < int(gridDim.x); i += blockDim.x) rank = rank_max(rank, best[2 * i]), hash += uint32_t(best[2 * i + 1]);
   block_best(rank, hash, ranks, hashes);
   if (threadIdx.x) return;
-  const uint32_t id = uint32_t(rank >> 32) == 0xffffffffu ? NAN_ID : ~uint32_t(rank), step = state->step;
-  state->token = id == NAN_ID ? 0 : int32_t(id);  // steps already queued must still read a real row
+  const uint32_t id = uint32_t(rank >> 32) == 0xffffffffu ? BAD_ID : ~uint32_t(rank), step = state->step;
+  state->token = id == BAD_ID ? 0 : int32_t(id);  // steps already queued must still read a real row
   state->pos += 1;
   state->step = step + 1;
   uint64_t* slot = ring + 2 * (step % uint32_t(slots));

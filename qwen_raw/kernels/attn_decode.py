@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qwen_raw.device import BF16, F32, I32, U32, Buffer, Device
+from qwen_raw.device import BF16, F32, I32, U32, Arg, Buffer, Device
 from qwen_raw.errors import require
 from qwen_raw.kernels.linear import check_buffer
 
@@ -23,7 +23,7 @@ def head_blocks(H: int, KV: int) -> int:
 
 
 def max_splits(sm_count: int, H: int, KV: int, max_len: int) -> int:
-    """grid.x: two blocks a multiprocessor, but no split shorter than a block's step. The kernel uses as many as the length asks for."""
+    """grid.x: two blocks a multiprocessor, no split shorter than a block's step; the kernel uses what it needs."""
     return max(1, min(2 * sm_count // head_blocks(H, KV), (max_len + MIN_SPLIT - 1) // MIN_SPLIT))
 
 
@@ -53,7 +53,7 @@ def attn_decode(
     *,
     pdl: bool = False,
 ) -> None:
-    """out bf16 [H, HD] from q bf16 [H, HD] and caches bf16 [KV, max_len, HD], keys 0 … pos (int32 [1], on the device)."""
+    """out bf16 [H, HD] from q bf16 [H, HD] and caches bf16 [KV, max_len, HD], keys 0 … pos (device int32 [1])."""
     (H, HD), (KV, max_len, _) = q.shape, k_cache.shape
     require(HD in HEAD_DIMS, f"head_dim {HD}: this kernel has {HEAD_DIMS}")
     require(H % KV == 0, f"{H} query heads do not divide among {KV} KV heads")
@@ -69,5 +69,15 @@ def attn_decode(
     check_buffer(ws.part, (rows, ws.splits, ROWS, HD + 2), F32, "workspace")
     kernel = dev.kernel(STEM, f"attn_decode_bf16_hd{HD}")
     dims = [np.int32(n) for n in (H, KV, max_len)]
-    args = [out, q, k_cache, v_cache, ws.part, ws.counters, pos, *dims, np.float32(math.log2(math.e) / math.sqrt(HD))]
+    args: list[Arg] = [
+        out,
+        q,
+        k_cache,
+        v_cache,
+        ws.part,
+        ws.counters,
+        pos,
+        *dims,
+        np.float32(math.log2(math.e) / math.sqrt(HD)),
+    ]
     dev.launch(kernel, (ws.splits, rows, 1), (WARPS * 32, 1, 1), args, pdl=pdl)

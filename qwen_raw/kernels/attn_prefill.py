@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from qwen_raw.device import BF16, Buffer, Device
+from qwen_raw.device import BF16, Arg, Buffer, Device
 from qwen_raw.errors import require
 from qwen_raw.kernels.linear import check_buffer
 
@@ -16,14 +16,14 @@ HEAD_DIMS = (64, 128)
 
 
 def attn_prefill(dev: Device, out: Buffer, q: Buffer, k_cache: Buffer, v_cache: Buffer, pos0: int) -> None:
-    """out bf16 [T, H, HD]; q bf16 [T, stride] whose rows begin with H·HD rotated queries; caches bf16 [KV, max_len, HD].
+    """out bf16 [T, H, HD]; q bf16 [T, stride], rows begin with H·HD rotated queries; caches bf16 [KV, max_len, HD].
 
     The cache must already hold keys 0 … pos0 + T - 1.
     """
     (T, H, HD), (KV, max_len, _), stride = out.shape, k_cache.shape, q.shape[1]
     require(HD in HEAD_DIMS, f"head_dim {HD}: this kernel has {HEAD_DIMS}")
     require(H % KV == 0, f"{H} query heads do not divide among {KV} KV heads")
-    require(0 <= pos0 and pos0 + T <= max_len, f"positions {pos0} … {pos0 + T - 1} do not fit a cache of {max_len}")
+    require(pos0 >= 0 and pos0 + T <= max_len, f"positions {pos0} … {pos0 + T - 1} do not fit a cache of {max_len}")
     require(
         stride >= H * HD and stride % 8 == 0, f"q rows of {stride} elements: need at least {H * HD}, a multiple of 8"
     )
@@ -34,5 +34,5 @@ def attn_prefill(dev: Device, out: Buffer, q: Buffer, k_cache: Buffer, v_cache: 
     blocks = (T + ROWS * WARPS - 1) // (ROWS * WARPS)
     kernel = dev.kernel(STEM, f"attn_prefill_bf16_hd{HD}")
     dims = [np.int32(n) for n in (T, stride, pos0, H, KV, max_len)]
-    args = [out, q, k_cache, v_cache, *dims, np.float32(math.log2(math.e) / math.sqrt(HD))]
+    args: list[Arg] = [out, q, k_cache, v_cache, *dims, np.float32(math.log2(math.e) / math.sqrt(HD))]
     dev.launch(kernel, (blocks, H, 1), (WARPS * 32, 1, 1), args)

@@ -10,7 +10,7 @@ STEM = "embed"
 
 
 def embed(dev: Device, h: Buffer, table: Buffer, ids: Buffer, *, pdl: bool = False) -> None:
-    """h f32 [T, D] = table bf16 [V, D] at ids int32 [T]. The ids lie on the device: whoever wrote them has checked them."""
+    """h f32 [T, D] = table bf16 [V, D] at ids int32 [T]. Whoever wrote the ids has checked them."""
     (V, D), T = table.shape, ids.shape[0]
     require(D % 8 == 0, f"hidden size {D} is not a multiple of 8")
     check_buffer(h, (T, D), F32, "h")

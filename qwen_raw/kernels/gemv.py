@@ -15,7 +15,7 @@ WARPS = THREADS // 32
 
 
 def smem_bytes(K: int) -> int:
-    """Dynamic shared memory for x [K] as bf16, in whole groups of 512 elements (the fp8 staging order works in those)."""
+    """Dynamic shared memory for x [K] as bf16, in whole groups of 512 elements (the unit of the fp8 staging order)."""
     return (K + 511) // 512 * 512 * 2
 
 
@@ -94,7 +94,10 @@ class Gemv:
         pdl: bool = False,
         grid: int | None = None,
     ) -> None:
-        """q bf16 [H, HD], and row `pos` of both caches [KV, max_len, HD], from h f32 [K]; bias f32 [N]; rope f32 [max_len, HD/2, 2]."""
+        """q bf16 [H, HD], and row `pos` of both caches [KV, max_len, HD], from h f32 [K].
+
+        bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}; pos int32 [1] on the device, below max_len.
+        """
         (H, HD), (KV, max_len, _) = q.shape, k_cache.shape
         require(
             w.N == (H + 2 * KV) * HD, f"QKV weight has {w.N} rows, {H} + 2·{KV} heads of {HD} need {(H + 2 * KV) * HD}"

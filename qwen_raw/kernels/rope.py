@@ -10,9 +10,9 @@ STEM = "rope"
 
 
 def rope_append(dev: Device, qkv: Buffer, k_cache: Buffer, v_cache: Buffer, rope: Buffer, H: int, pos0: int) -> None:
-    """qkv bf16 [T, (H + 2·KV)·HD]: its queries are rotated in place; keys and values go to rows pos0 … of caches [KV, max_len, HD]."""
+    """qkv bf16 [T, (H + 2·KV)·HD]: Q rotated in place, K and V to rows pos0 … of caches [KV, max_len, HD]."""
     T, (KV, max_len, HD) = qkv.shape[0], k_cache.shape
-    require(0 <= pos0 and pos0 + T <= max_len, f"positions {pos0} … {pos0 + T - 1} do not fit a cache of {max_len}")
+    require(pos0 >= 0 and pos0 + T <= max_len, f"positions {pos0} … {pos0 + T - 1} do not fit a cache of {max_len}")
     check_buffer(qkv, (T, (H + 2 * KV) * HD), BF16, "qkv")
     check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
     check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")

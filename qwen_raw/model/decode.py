@@ -1,0 +1,65 @@
+"""One decode step: the launches that turn the token in the device's state into the next one.
+
+Nothing here comes from the host: the token, its position and the KV length are read from device memory, so the step is
+captured once and replayed. Five launches a layer:
+
+    norm + QKV + bias + RoPE + KV append · attention · O + residual · norm + gate/up + SwiGLU · down + residual
+
+and around them the embedding, norm + LM head, and the choice of the id.
+"""
+
+from __future__ import annotations
+
+from qwen_raw.config import ModelConfig
+from qwen_raw.device import Buffer, Device
+from qwen_raw.kernels.attn_decode import attn_decode
+from qwen_raw.kernels.embed import embed
+from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
+from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
+from qwen_raw.kernels.sample import sample
+from qwen_raw.model.state import DecodeBuffers, KVCache
+from qwen_raw.model.weights import Layer, Weights
+
+
+def decode_layer(
+    dev: Device,
+    c: ModelConfig,
+    layer: Layer,
+    k_cache: Buffer,
+    v_cache: Buffer,
+    rope: Buffer,
+    b: DecodeBuffers,
+    gemv: Gemv,
+    pdl: bool,
+) -> None:
+    """b.h [D] → b.h [D], appending K and V of the token at b.sampler.pos."""
+    pos = b.sampler.pos
+    gemv.qkv(dev, b.q, k_cache, v_cache, b.h, layer.norm1, layer.qkv, layer.qkv_bias, rope, pos, c.rms_eps, pdl=pdl)
+    attn_decode(dev, b.attn.view((c.H, c.HD)), b.q, k_cache, v_cache, pos, b.workspace, pdl=pdl)
+    gemv.add(dev, b.h, b.attn, layer.o, pdl=pdl)
+    gemv.swiglu(dev, b.act, b.h, layer.norm2, layer.gate, layer.up, c.rms_eps, pdl=pdl)
+    gemv.add(dev, b.h, b.act, layer.down, pdl=pdl)
+
+
+def lm_head(dev: Device, c: ModelConfig, w: Weights, h: Buffer, logits: Buffer, *, pdl: bool = False) -> None:
+    """logits f32 [V] of one row h f32 [D], the last norm included."""
+    GEMV_BF16.logits(dev, logits, h, w.norm, w.head, c.rms_eps, pdl=pdl)
+
+
+def decode_step(
+    dev: Device, c: ModelConfig, w: Weights, cache: KVCache, rope: Buffer, b: DecodeBuffers, *, choose: bool = True
+) -> None:
+    """Queue one step. `choose=False` leaves out the sampler: state stays, logits are in b.logits.
+
+    Every launch is a programmatic dependent one: a kernel's blocks start while the previous kernel drains, and wait
+    inside (griddep_wait) before they touch anything it wrote.
+    """
+    pdl = True
+    gemv = GEMV_FP8 if w.fp8 else GEMV_BF16
+    embed(dev, b.h.view((1, c.D)), w.embed, b.sampler.token, pdl=pdl)
+    for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
+        decode_layer(dev, c, layer, k, v, rope, b, gemv, pdl)
+    lm_head(dev, c, w, b.h, b.logits, pdl=pdl)
+    if choose:
+        sample(dev, b.logits, b.sampler, pdl=pdl)

@@ -1,0 +1,74 @@
+"""Prefill of a chunk: T prompt tokens through every layer at once, keys and values into the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qwen_raw.config import ModelConfig
+from qwen_raw.device import Buffer, Device
+from qwen_raw.kernels.attn_prefill import attn_prefill
+from qwen_raw.kernels.embed import embed
+from qwen_raw.kernels.gemm import Gemm
+from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
+from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
+from qwen_raw.kernels.norm import rmsnorm
+from qwen_raw.kernels.rope import rope_append
+from qwen_raw.model.state import KVCache, PrefillBuffers
+from qwen_raw.model.weights import Layer, Weights
+
+
+def prefill_layer(
+    dev: Device,
+    c: ModelConfig,
+    layer: Layer,
+    k_cache: Buffer,
+    v_cache: Buffer,
+    rope: Buffer,
+    b: PrefillBuffers,
+    T: int,
+    pos0: int,
+    gemm: Gemm,
+) -> None:
+    """b.h[:T] → b.h[:T]; keys and values of positions pos0 … pos0 + T - 1 into the cache."""
+    h, n = b.h.view((T, c.D)), b.n.view((T, c.D))
+    qkv = b.qkv.view((T, (c.H + 2 * c.KV) * c.HD))
+    attn, act = b.attn.view((T, c.H * c.HD)), b.act.view((T, c.I))
+    rmsnorm(dev, n, h, layer.norm1, c.rms_eps)
+    gemm.bias(dev, qkv, n, layer.qkv, layer.qkv_bias)
+    rope_append(dev, qkv, k_cache, v_cache, rope, c.H, pos0)
+    attn_prefill(dev, attn.view((T, c.H, c.HD)), qkv, k_cache, v_cache, pos0)
+    gemm.add(dev, h, attn, layer.o)
+    rmsnorm(dev, n, h, layer.norm2, c.rms_eps)
+    gemm.swiglu(dev, act, n, layer.gate, layer.up)
+    gemm.add(dev, h, act, layer.down)
+
+
+def prefill_chunk(
+    dev: Device,
+    c: ModelConfig,
+    w: Weights,
+    cache: KVCache,
+    rope: Buffer,
+    b: PrefillBuffers,
+    ids: Sequence[int],
+    pos0: int,
+) -> Buffer:
+    """Queue one chunk of at most b.chunk ids. Returns the residual stream f32 [T, D] after the last layer."""
+    T = len(ids)
+    device_ids = b.ids.view((T,))
+    device_ids.upload(np.asarray(ids, np.int32))
+    h = b.h.view((T, c.D))
+    embed(dev, h, w.embed, device_ids)
+    gemm = GEMM_FP8 if w.fp8 else GEMM_BF16
+    for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
+        prefill_layer(dev, c, layer, k, v, rope, b, T, pos0, gemm)
+    return h
+
+
+def all_logits(dev: Device, c: ModelConfig, w: Weights, b: PrefillBuffers, h: Buffer, out: Buffer) -> None:
+    """Logits f32 [T, V] of every row of h f32 [T, D]."""
+    n = b.n.view(h.shape)
+    rmsnorm(dev, n, h, w.norm, c.rms_eps)
+    GEMM_BF16.logits(dev, out, n, w.head)

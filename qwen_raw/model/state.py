@@ -1,0 +1,96 @@
+"""What a rank keeps on the device besides weights: KV cache, rope table, work buffers of decode and prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qwen_raw.config import ModelConfig
+from qwen_raw.device import BF16, F32, I32, Buffer, Device
+from qwen_raw.kernels.attn_decode import Workspace
+from qwen_raw.kernels.sample import Sampler
+from qwen_raw.model.rope import rope_table
+
+CHUNK = 2048  # prompt tokens that prefill processes at a time
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """bf16 [L, 2, KV, max_len, HD] in one allocation; `k[l]` and `v[l]` are [KV, max_len, HD] views."""
+
+    k: tuple[Buffer, ...]
+    v: tuple[Buffer, ...]
+    max_len: int
+
+    @staticmethod
+    def create(dev: Device, c: ModelConfig, max_len: int) -> KVCache:
+        """Zeroed, so that a masked key that is read all the same is a finite number."""
+        whole = dev.zeros((c.L, 2, c.KV, max_len, c.HD), BF16)
+        part = c.KV * max_len * c.HD
+        views = [whole.view((c.KV, max_len, c.HD), i * part) for i in range(2 * c.L)]
+        return KVCache(tuple(views[0::2]), tuple(views[1::2]), max_len)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBuffers:
+    """One token's activations."""
+
+    h: Buffer  # f32 [D] residual stream
+    q: Buffer  # bf16 [H, HD]
+    attn: Buffer  # bf16 [H·HD]
+    act: Buffer  # bf16 [I]
+    logits: Buffer  # f32 [V]
+    workspace: Workspace
+    sampler: Sampler
+
+    @staticmethod
+    def create(dev: Device, c: ModelConfig, max_len: int) -> DecodeBuffers:
+        return DecodeBuffers(
+            h=dev.empty((c.D,), F32),
+            q=dev.empty((c.H, c.HD), BF16),
+            attn=dev.empty((c.H * c.HD,), BF16),
+            act=dev.empty((c.I,), BF16),
+            logits=dev.empty((c.V,), F32),
+            workspace=Workspace.create(dev, c.H, c.KV, c.HD, max_len),
+            sampler=Sampler.create(dev, c.V),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBuffers:
+    """Activations of up to `chunk` tokens."""
+
+    ids: Buffer  # i32 [chunk]
+    h: Buffer  # f32 [chunk, D] residual stream
+    n: Buffer  # bf16 [chunk, D] normalised
+    qkv: Buffer  # bf16 [chunk, (H + 2·KV)·HD]
+    attn: Buffer  # bf16 [chunk, H·HD]
+    act: Buffer  # bf16 [chunk, I]
+    chunk: int
+
+    @staticmethod
+    def create(dev: Device, c: ModelConfig, max_len: int) -> PrefillBuffers:
+        T = min(CHUNK, max_len)
+        return PrefillBuffers(
+            ids=dev.empty((T,), I32),
+            h=dev.empty((T, c.D), F32),
+            n=dev.empty((T, c.D), BF16),
+            qkv=dev.empty((T, (c.H + 2 * c.KV) * c.HD), BF16),
+            attn=dev.empty((T, c.H * c.HD), BF16),
+            act=dev.empty((T, c.I), BF16),
+            chunk=T,
+        )
+
+
+def device_rope_table(dev: Device, c: ModelConfig, max_len: int) -> Buffer:
+    """f32 [max_len, HD/2, 2]: {cos, sin} of every position, angles computed in float64."""
+    cos, sin = rope_table(c, np.arange(max_len))
+    return dev.array(np.ascontiguousarray(np.stack([cos, sin], axis=-1), dtype=np.float32))
+
+
+def state_bytes(c: ModelConfig, max_len: int) -> int:
+    """Device bytes of everything here, the small buffers left out."""
+    T = min(CHUNK, max_len)
+    row = c.D * 6 + (2 * c.H + 2 * c.KV) * c.HD * 2 + c.I * 2
+    return c.kv_bytes_per_token() * max_len + max_len * c.HD * 4 + T * row
