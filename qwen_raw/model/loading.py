@@ -1,4 +1,4 @@
-"""Checkpoint tensors → device buffers: files are uploaded, synthetic tensors are made on the device, bf16 may become fp8."""
+"""Checkpoint tensors → device buffers: files are uploaded, synthetic tensors made in place, bf16 may become fp8."""
 
 from __future__ import annotations
 

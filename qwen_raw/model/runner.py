@@ -1,6 +1,6 @@
-"""The Runner of a device: one model on one GPU (or the simulator), batch 1, with a token loop that never waits for the host.
+"""The Runner of a device: one model on one GPU (or the simulator), batch 1; its token loop never waits for the host.
 
-Decode steps are queued a few ahead of what the host has read; each posts its id to a ring in host memory, which the host
+Decode steps are queued a few ahead of what the host has read; each posts its id to a ring in host memory that the host
 polls. When the consumer stops early the surplus steps run out into the ring and are skipped: every post carries the
 number of its step, and the numbers go on from one request to the next.
 """
@@ -65,8 +65,9 @@ class DeviceRunner:
         if weights + state > free:
             gib = [f"{n / 2**30:.1f} GiB" for n in (weights, state, free, total)]
             raise QwenRawError(
-                f"{c.name or 'the model'} needs {gib[0]} for weights and {gib[1]} for a context of {self.max_model_len}; "
-                f"{gib[2]} of {gib[3]} are free on {self.device_name}: use a smaller --max-model-len, --dtype fp8 or a smaller model"
+                f"{c.name or 'the model'} needs {gib[0]} for weights and {gib[1]} for a context of "
+                f"{self.max_model_len}; {gib[2]} of {gib[3]} are free on {self.device_name}: use a smaller --max-model-len, "
+                f"--dtype fp8 or a smaller model"
             )
 
     def _capture(self) -> Graph:
@@ -146,7 +147,7 @@ class DeviceRunner:
         return out
 
     def decode_logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """The same as `logits`, token by token through decode's kernels: the test that both paths compute one function."""
+        """The same as `logits`, token by token through decode's kernels: both paths must compute one function."""
         self._live_graph()
         b, out = self.decode, np.empty((len(ids), self.config.V), np.float32)
         for pos, token in enumerate(ids):

@@ -1,6 +1,6 @@
 """One rank's weights on the device: which checkpoint tensors they are, and the shard rule beside each.
 
-Column-parallel (a rank holds some of the rows): Q, K, V, gate, up, LM head. Row-parallel (some of the columns): O, down.
+Column-parallel (a rank holds some of the rows): Q, K, V, gate, up, LM head. Row-parallel (some columns): O, down.
 Norms and the embedding are whole on every rank. This version holds rank 0 of 1.
 """
 
@@ -47,7 +47,7 @@ class Weights:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one decode step reads: every linear and the LM head once; one row of the embedding and the norms are noise."""
+        """What one decode step reads: every linear and the LM head once; norms and one embedding row are noise."""
         return sum(w.nbytes for layer in self.layers for w in layer.linears) + self.head.nbytes
 
 

@@ -1,0 +1,70 @@
+"""Host references in float64 and the comparison all kernel tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f32_to_bf16, quantize_rows_e4m3
+from qwen_raw.kernels.linear import Linear
+
+Array = np.ndarray[Any, Any]
+POISON = 0xFF  # every byte: NaN as fp32, bf16 and e4m3, so an element never written cannot pass
+
+
+def round_bf16(x: Array) -> Array:
+    """float64 values as bf16 holds them."""
+    return bf16_to_f32(f32_to_bf16(np.asarray(x, np.float32))).astype(np.float64)
+
+
+def bf16_input(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> tuple[Array, Array]:
+    """(bits uint16, the same values float64), normal with deviation `scale`."""
+    bits = f32_to_bf16((rng.standard_normal(shape) * scale).astype(np.float32))
+    return bits, bf16_to_f32(bits).astype(np.float64)
+
+
+def make_linear(dev: Any, rng: np.random.Generator, N: int, K: int, fp8: bool) -> tuple[Linear, Array]:
+    """A random weight on the device, and its exact values float64 [N, K]."""
+    w = (rng.standard_normal((N, K)) / np.sqrt(K)).astype(np.float32)
+    if not fp8:
+        bits = f32_to_bf16(w)
+        return Linear(dev.array(bits)), bf16_to_f32(bits).astype(np.float64)
+    q, scale = quantize_rows_e4m3(w)
+    values = e4m3_to_f32(q).astype(np.float64) * scale[:, None].astype(np.float64)
+    return Linear(dev.array(q), dev.array(scale.astype(np.float32))), values
+
+
+def rmsnorm(h: Array, g: Array, eps: float) -> Array:
+    """RMSNorm over the last axis, rounded once to bf16, as every kernel feeds it to a product."""
+    h = h.astype(np.float64)
+    return round_bf16(h / np.sqrt((h * h).mean(-1, keepdims=True) + eps) * g)
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+def rotate(x: Array, y: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    return x * cos - y * sin, y * cos + x * sin
+
+
+def attention(q: Array, k: Array, v: Array) -> Array:
+    """q [HD], k and v [n, HD] → [HD], all float64."""
+    s = k @ q / np.sqrt(q.shape[0])
+    p = np.exp(s - s.max())
+    return (p / p.sum()) @ v
+
+
+def assert_close(got: Array, want: Array, *, rel: float, what: str) -> None:
+    """‖got - want‖∞ within rel·max|want|; reports the worst element's place. NaN never passes."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
+    error = np.abs(got - want)
+    error[~np.isfinite(got)] = np.inf
+    limit = rel * max(float(np.abs(want).max()), 1e-30)
+    worst = np.unravel_index(int(error.argmax()), error.shape) if error.size else ()
+    assert error.max() <= limit, (
+        f"{what}: worst at {tuple(int(i) for i in worst)}: got {got[worst]}, expected {want[worst]}, "
+        f"{error.max() / limit:.1f} times the tolerance"
+    )
