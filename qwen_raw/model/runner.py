@@ -66,8 +66,8 @@ class DeviceRunner:
             gib = [f"{n / 2**30:.1f} GiB" for n in (weights, state, free, total)]
             raise QwenRawError(
                 f"{c.name or 'the model'} needs {gib[0]} for weights and {gib[1]} for a context of "
-                f"{self.max_model_len}; {gib[2]} of {gib[3]} are free on {self.device_name}: use a smaller --max-model-len, "
-                f"--dtype fp8 or a smaller model"
+                f"{self.max_model_len}; {gib[2]} of {gib[3]} are free on {self.device_name}: "
+                "use a smaller --max-model-len, --dtype fp8 or a smaller model"
             )
 
     def _capture(self) -> Graph:

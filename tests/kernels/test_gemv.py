@@ -1,0 +1,108 @@
+"""gemv_bf16.cu and gemv_fp8.cu against float64: every kernel, both weight types, odd sizes, several grids."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_reference import (
+    POISON,
+    assert_close,
+    bf16_input,
+    make_linear,
+    rmsnorm,
+    rotate,
+    silu,
+)
+
+from loaders.dtypes import bf16_to_f32
+from qwen_raw.device import BF16, F32
+from qwen_raw.errors import QwenRawError
+from qwen_raw.kernels.gemv_bf16 import GEMV as BF16_GEMV
+from qwen_raw.kernels.gemv_fp8 import GEMV as FP8_GEMV
+from qwen_raw.kernels.linear import Linear
+
+GEMVS = pytest.mark.parametrize("gemv", [BF16_GEMV, FP8_GEMV], ids=["bf16", "fp8"])
+# (N, K): a multiple of nothing, a tail of every unrolled round, one row, rows past one block; K % 16 == 0 serves both types.
+SHAPES = [(1, 16), (37, 272), (64, 1024), (129, 2064), (18, 528)]
+EPS = 1e-6
+
+
+@GEMVS
+@pytest.mark.parametrize(("N", "K"), SHAPES)
+@pytest.mark.parametrize("grid", [None, 1, 3])
+def test_add(dev: Any, rng: np.random.Generator, gemv: Any, N: int, K: int, grid: int | None) -> None:
+    w, W = make_linear(dev, rng, N, K, gemv.fp8)
+    x, X = bf16_input(rng, K)
+    h = rng.standard_normal(N).astype(np.float32)
+    buffer = dev.array(h)
+    gemv.add(dev, buffer, dev.array(x), w, grid=grid)
+    assert_close(buffer.download(), h + W @ X, rel=2e-5, what="h")
+
+
+@GEMVS
+@pytest.mark.parametrize(("I", "K"), SHAPES)
+def test_swiglu(dev: Any, rng: np.random.Generator, gemv: Any, I: int, K: int) -> None:  # noqa: E741
+    (gate, G), (up, U) = make_linear(dev, rng, I, K, gemv.fp8), make_linear(dev, rng, I, K, gemv.fp8)
+    g, gv = bf16_input(rng, K)
+    h = (rng.standard_normal(K) * 3).astype(np.float32)
+    act = dev.empty((I,), BF16)
+    act.fill(POISON)
+    gemv.swiglu(dev, act, dev.array(h), dev.array(g), gate, up, EPS)
+    n = rmsnorm(h, gv, EPS)
+    assert_close(bf16_to_f32(act.download()), silu(G @ n) * (U @ n), rel=8e-3, what="act")
+
+
+@GEMVS
+@pytest.mark.parametrize(("H", "KV", "HD"), [(4, 2, 64), (7, 1, 64), (3, 3, 128)])
+@pytest.mark.parametrize("pos", [0, 5, 31])
+def test_qkv(dev: Any, rng: np.random.Generator, gemv: Any, H: int, KV: int, HD: int, pos: int) -> None:
+    K, max_len = 208, 32
+    w, W = make_linear(dev, rng, (H + 2 * KV) * HD, K, gemv.fp8)
+    bias = (rng.standard_normal(w.N) * 10).astype(np.float32)  # large: a bias applied after the rotation cannot pass
+    g, gv = bf16_input(rng, K)
+    h = rng.standard_normal(K).astype(np.float32)
+    angle = rng.uniform(0, 6, (max_len, HD // 2))
+    rope = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
+    q, caches = dev.empty((H, HD), BF16), [dev.empty((KV, max_len, HD), BF16) for _ in range(2)]
+    for buffer in (q, *caches):
+        buffer.fill(POISON)
+    position = dev.array(np.array([pos], np.int32))
+    gemv.qkv(dev, q, *caches, dev.array(h), dev.array(g), w, dev.array(bias), dev.array(rope), position, EPS)
+
+    y = (W @ rmsnorm(h, gv, EPS) + bias).reshape(H + 2 * KV, HD)
+    half = HD // 2
+    cos, sin = rope[pos, :, 0].astype(np.float64), rope[pos, :, 1].astype(np.float64)
+    turned = y.copy()
+    turned[:, :half], turned[:, half:] = rotate(y[:, :half], y[:, half:], cos, sin)
+    assert_close(bf16_to_f32(q.download()), turned[:H], rel=6e-3, what="q")
+    for buffer, want, name in ((caches[0], turned[H : H + KV], "k"), (caches[1], y[H + KV :], "v")):
+        got = buffer.download()
+        assert_close(bf16_to_f32(got[:, pos]), want, rel=6e-3, what=name)
+        others = np.delete(got, pos, axis=1)
+        assert (others == 0xFFFF).all(), f"{name}: a row of another position was written"
+
+
+@pytest.mark.parametrize(("V", "K"), [(1, 8), (4160, 24), (333, 264)])
+def test_logits(dev: Any, rng: np.random.Generator, V: int, K: int) -> None:
+    w, W = make_linear(dev, rng, V, K, fp8=False)
+    g, gv = bf16_input(rng, K)
+    h = rng.standard_normal(K).astype(np.float32)
+    out = dev.empty((V,), F32)
+    out.fill(POISON)
+    BF16_GEMV.logits(dev, out, dev.array(h), dev.array(g), w, EPS)
+    # The product is exact to fp32; the normed input may round to the other neighbour in bf16 where fp32 and fp64 disagree.
+    assert_close(out.download(), W @ rmsnorm(h, gv, EPS), rel=2e-3, what="logits")
+
+
+def test_preconditions_are_checked(dev: Any) -> None:
+    h, x = dev.zeros((4,), F32), dev.zeros((24,), BF16)
+    bad_k = Linear(dev.zeros((4, 20), BF16))
+    with pytest.raises(QwenRawError, match="multiple of 8"):
+        BF16_GEMV.add(dev, h, x, bad_k)
+    with pytest.raises(QwenRawError, match="expected"):
+        BF16_GEMV.add(dev, h, x, Linear(dev.zeros((4, 16), BF16)))
+    with pytest.raises(QwenRawError, match="this kernel takes"):
+        FP8_GEMV.add(dev, h, x, Linear(dev.zeros((4, 24), BF16)))
+    whole = dev.zeros((4, 28), BF16)
+    with pytest.raises(QwenRawError, match="16-byte aligned"):
+        BF16_GEMV.add(dev, h, x, Linear(whole.view((4, 24), 4)))
