@@ -1,4 +1,4 @@
-"""Every kernel test runs on both devices: the CPU's simulator wherever there is a C++ compiler, a GPU where there is one."""
+"""Every kernel test runs on both devices: the CPU's simulator where there is a C++ compiler, a GPU where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attn_decode.cu and attn_prefill.cu against float64: head dims, group sizes, split edges, a cache longer than the text."""
+"""attn_decode.cu and attn_prefill.cu against float64: head dims, group sizes, split edges, a long cache."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ from qwen_raw.kernels.gemv_fp8 import GEMV as FP8_GEMV
 from qwen_raw.kernels.linear import Linear
 
 GEMVS = pytest.mark.parametrize("gemv", [BF16_GEMV, FP8_GEMV], ids=["bf16", "fp8"])
-# (N, K): a multiple of nothing, a tail of every unrolled round, one row, rows past one block; K % 16 == 0 serves both types.
+# (N, K): multiples of nothing, a tail of every unrolled round, one row, rows past one block.
 SHAPES = [(1, 16), (37, 272), (64, 1024), (129, 2064), (18, 528)]
 EPS = 1e-6
 
@@ -90,7 +90,7 @@ def test_logits(dev: Any, rng: np.random.Generator, V: int, K: int) -> None:
     out = dev.empty((V,), F32)
     out.fill(POISON)
     BF16_GEMV.logits(dev, out, dev.array(h), dev.array(g), w, EPS)
-    # The product is exact to fp32; the normed input may round to the other neighbour in bf16 where fp32 and fp64 disagree.
+    # The product is exact to fp32; the normed input may round the other way where fp32 and fp64 disagree.
     assert_close(out.download(), W @ rmsnorm(h, gv, EPS), rel=2e-3, what="logits")
 
 

@@ -1,4 +1,4 @@
-"""sample.cu against the host's definition of a choice: greedy, temperature, padding rows, ties, damaged logits, the ring."""
+"""sample.cu against the host's definition of a choice: greedy, temperature, padding, ties, damaged logits, the ring."""
 
 from typing import Any
 
