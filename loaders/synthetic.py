@@ -8,9 +8,9 @@ transfer (cuda_src/synthetic.cu). In uint32 arithmetic:
   u  = (float32(x >> 8) - 2^23) · 2^-23 ∈ [-1, 1)
   bf16 weight = bf16(u · bound);   e4m3 weight = e4m3(u · 448) with the row scale bound / 448
 
-bound = √3 · std makes the variance std². std: linears 1/√K of their input width K, o_proj and down_proj further divided by
-√(2L) (so that the residual stream stays near 1 whatever the depth), embedding 1, q, k, v biases 0.1, an untied head 2/√D.
-Norm weights are 1.
+bound = √3 · std makes the variance std². std: linears 1/√K of their input width K, o_proj and down_proj further divided
+by √(2L) (so that the residual stream stays near 1 whatever the depth), embedding 1, q, k, v biases 0.1, an untied head
+2/√D. Norm weights are 1.
 """
 
 from dataclasses import replace

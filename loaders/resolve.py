@@ -1,0 +1,49 @@
+"""What a user calls a model → a Checkpoint: a folder, `random:SIZE[:SEED]`, a built-in model's name, or nothing."""
+
+from pathlib import Path
+from typing import Literal
+
+from loaders.checkpoint import Checkpoint, open_checkpoint
+from loaders.synthetic import SIZES, parse_random, random_checkpoint, random_config
+from loaders.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from qwen_raw.errors import UsageError
+
+__all__ = ["BUILTIN", "DEFAULT_MODEL", "Checkpoint", "open_model", "open_tokenizer"]
+
+BUILTIN = ("tiny-shakespeare", "tiny-shakespeare-draft")
+DEFAULT_MODEL = BUILTIN[0]
+
+
+def builtin_path(name: str) -> Path:
+    """The folder of a built-in model, which is installed beside this file."""
+    return Path(__file__).parent / "builtin" / name
+
+
+def open_model(spec: str | None = None, dtype: Literal["auto", "bf16", "fp8"] = "auto") -> Checkpoint:
+    """Open what `spec` names; None is the built-in tiny-shakespeare. A folder called like a built-in model is "./name".
+
+    `dtype` is what a random model is made in; anything else has the dtype it is stored in. Raises UsageError or
+    QwenRawError, one line each.
+    """
+    if spec is None:
+        spec = DEFAULT_MODEL
+    if spec in BUILTIN:
+        return open_checkpoint(builtin_path(spec))
+    if spec == "random" or spec.startswith("random:"):
+        size, seed = parse_random(spec)
+        return random_checkpoint(random_config(size), "fp8" if dtype == "fp8" else "bf16", seed)
+    folder = Path(spec).expanduser()
+    if not spec or not folder.is_dir():
+        what = "is a file, not a folder" if spec and folder.exists() else "is not a folder"
+        raise UsageError(
+            f"model {spec!r} {what}; expected a folder with config.json and *.safetensors, {', '.join(BUILTIN)}, or "
+            f"random:SIZE with SIZE one of {', '.join(SIZES)} (nothing is downloaded)"
+        )
+    return open_checkpoint(folder)
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The checkpoint's tokenizer; bytes for a model that has no folder."""
+    if checkpoint.path is None:
+        return ByteTokenizer(checkpoint.config.V)
+    return load_tokenizer(checkpoint.path, checkpoint.config.V)
