@@ -40,10 +40,13 @@ class DeviceRunner:
         max_model_len: int,
         text_vocab: int,
         progress: Progress | None = None,
+        owns_device: bool = True,
     ) -> None:
+        """`owns_device`: close() closes the device too. Raises QwenRawError where the model does not fit."""
         self.config = c = checkpoint.config
         self.max_model_len, self.text_vocab, self.dtype = max_model_len, text_vocab, dtype
         self.device, self.device_name, self.driver = device, device.name, device.driver
+        self._owns_device = owns_device
         self.read_ceiling: float | None = None
         self._check_memory(fp8=dtype == "fp8")
         free_before = device.memory_info()[0]
@@ -156,6 +159,16 @@ class DeviceRunner:
             out[pos] = b.logits.download()
         return out
 
+    def replay(self, context: int, steps: int) -> None:
+        """Queue `steps` decode steps from position `context` on, whatever the cache holds there: for benches."""
+        graph = self._live_graph()
+        if context + steps > self.max_model_len:
+            raise QwenRawError(f"{steps} steps from position {context} on do not fit {self.max_model_len} positions")
+        self.decode.sampler.set_position(0, context)
+        for _ in range(steps):
+            graph.launch()
+        self._launched += steps
+
     def _live_graph(self) -> Graph:
         if self._graph is None:
             raise QwenRawError("this runner is closed")
@@ -166,4 +179,6 @@ class DeviceRunner:
         if self._graph is not None:
             self._graph.close()
             self._graph = None
-            self.device.close()
+            del self.weights, self.cache, self.rope, self.decode, self.prefill
+            if self._owns_device:
+                self.device.close()

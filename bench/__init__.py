@@ -1,0 +1,1 @@
+"""Benchmarks; each is a command: `python -m bench.decode`."""

@@ -1,0 +1,101 @@
+"""What every bench shares: the read ceiling, event timing, and the JSON that a quoted figure must come from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qwen_raw.device import U32
+from qwen_raw.driver.device import CudaDevice
+from qwen_raw.kernels.bandwidth import read_all
+from qwen_raw.kernels.synthetic import synthetic_bf16
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds of repeated runs."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """(max - min) / median."""
+        return (max(self.samples) - min(self.samples)) / self.median
+
+
+def time_ms(dev: CudaDevice, work: Callable[[], None], *, repeats: int, warmup: int = 1) -> Timing:
+    """Event time of `work` on the device's stream, each repeat on its own; what `work` queues is all that is timed."""
+    for _ in range(warmup):
+        work()
+    samples = []
+    for _ in range(repeats):
+        begin, end = dev.event(), dev.event()
+        begin.record(dev.stream)
+        work()
+        end.record(dev.stream)
+        samples.append(end.elapsed_ms(begin))
+        begin.close(), end.close()
+    return Timing(tuple(samples))
+
+
+def read_ceiling(dev: CudaDevice, nbytes: int = 4 << 30, repeats: int = 7) -> float:
+    """bytes/s that plain streaming reads of random data reach on this device now."""
+    data, sink = dev.empty((nbytes // 2,), np.dtype(np.uint16)), dev.zeros((1,), U32)
+    synthetic_bf16(dev, data, 1, 1, 1.0)
+    timing = time_ms(dev, lambda: read_all(dev, data, sink), repeats=repeats, warmup=2)
+    return nbytes / (timing.median * 1e-3)
+
+
+def environment(dev: CudaDevice, commit: str | None) -> dict[str, Any]:
+    """What a figure depends on besides the code."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "gpu": dev.name,
+        "driver": dev.driver,
+        "python": sys.version.split()[0],
+        "packages": versions,
+        "commit": commit or git_commit(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def git_commit() -> str:
+    """The checkout's commit, "+" appended if it has changes; "unknown" outside a checkout (say so with --commit)."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=here, capture_output=True, check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if dirty.returncode else "")
+
+
+def save(name: str, env: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path = RESULTS) -> Path:
+    """Write {environment, command, rows} to `folder`/name.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    command = ["python", "-m", f"bench.{name}", *sys.argv[1:]]
+    path.write_text(json.dumps({"environment": env, "command": command, "rows": list(rows)}, indent=1) + "\n")
+    return path
