@@ -3,7 +3,7 @@
     python -m bench.decode [--model SPEC[:DTYPE] …] [--context N …] [--tokens 128] [--repeats 5]
 
 `tok/s` is event time of the replays alone; `host` is (n - 1) / (t_last - t_first) over ids read through the engine's
-own ring. GB/s counts the weights once a token (LM head included) plus the KV cache at the context's length; `of read` is
+own ring. GB/s counts the weights once a token (LM head included) plus the KV cache at that length; `of read` is
 its share of the read ceiling measured in the same run. A context is set by moving the position: the keys are whatever
 the cache holds, which decode reads at the same cost.
 """
@@ -14,7 +14,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bench.common import RESULTS, environment, read_ceiling, save, time_ms
 from loaders.resolve import open_model
@@ -24,10 +24,12 @@ from qwen_raw.model.runner import DeviceRunner
 DEFAULT = ["tiny-shakespeare:bf16", "random:0.5b:bf16", "random:7b:bf16", "random:7b:fp8"]
 
 
-def split_spec(spec: str) -> tuple[str, str]:
+def split_spec(spec: str) -> tuple[str, Literal["bf16", "fp8"]]:
     """ "random:7b:fp8" → ("random:7b", "fp8")."""
     model, _, dtype = spec.rpartition(":")
-    return (model, dtype) if dtype in ("bf16", "fp8") else (spec, "bf16")
+    if dtype == "fp8":
+        return model, "fp8"
+    return (model if dtype == "bf16" else spec), "bf16"
 
 
 def measure(
@@ -36,7 +38,7 @@ def measure(
     """One row a context."""
     model, dtype = split_spec(spec)
     begin = time.perf_counter()
-    checkpoint = open_model(model)
+    checkpoint = open_model(model, dtype)
     max_len = min(max(contexts) + 2 * tokens + 64, checkpoint.config.max_position)
     runner = DeviceRunner(
         dev, checkpoint, dtype=dtype, max_model_len=max_len, text_vocab=checkpoint.config.V, owns_device=False

@@ -1,33 +1,5 @@
-"""Every kernel test runs on both devices: the CPU's simulator where there is a C++ compiler, a GPU where there is one."""
+"""The shared device fixtures."""
 
-from __future__ import annotations
+from device_fixtures import dev, rng
 
-import shutil
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
-import pytest
-
-
-@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
-def dev(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A fresh `qwen_raw.device.Device` of either kind."""
-    if request.param == "cuda":
-        yield request.getfixturevalue("cuda_device")
-        return
-    if shutil.which("g++") is None and shutil.which("c++") is None:
-        pytest.skip("the simulator needs a C++17 compiler")
-    from qwen_raw.simt.device import SimDevice
-
-    device = SimDevice()
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    """Fresh numbers in every run: a kernel must be right on any input. The seed is shown when a test fails."""
-    seed = int(np.random.SeedSequence().entropy) & 0xFFFFFFFF  # type: ignore[arg-type]
-    print(f"rng seed {seed}")
-    return np.random.default_rng(seed)
+__all__ = ["dev", "rng"]
