@@ -1,0 +1,254 @@
+"""`qwen_raw.device.Device` on a real GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import numpy as np
+
+from qwen_raw.device import Arg, Dim, Kernel
+from qwen_raw.driver import graph
+from qwen_raw.driver.check import DriverError, call
+from qwen_raw.driver.context import Context
+from qwen_raw.driver.launch import CudaKernel, Geometry, ParamLayout
+from qwen_raw.driver.memory import CudaBuffer, CudaHostRing, Pool
+from qwen_raw.driver.stream import Event, Stream
+from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.kernels import compile as nvrtc
+from qwen_raw.kernels.cubin import resources
+
+MINIMUM_CAPABILITY = (8, 0)  # bf16 tensor cores
+
+
+def arch_name(major: int, minor: int) -> str:
+    """The compiler's name of a compute capability: with the accelerated instructions (the "a") from 9.0 on."""
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+class CudaDevice:
+    """One GPU with one main stream; use it from one thread at a time."""
+
+    kind: Literal["cuda", "sim"] = "cuda"
+
+    def __init__(self, ordinal: int = 0) -> None:
+        """Opens GPU `ordinal` of those visible to the process.
+
+        Raises UsageError if there is none, or if it is older than sm_80.
+        """
+        context = Context(ordinal)
+        self.context = context
+        self.ordinal = ordinal
+        self.name = call(context.driver.cuDeviceGetName, 96, context.device).split(b"\0")[0].decode()
+        major, minor = context.attribute("COMPUTE_CAPABILITY_MAJOR"), context.attribute("COMPUTE_CAPABILITY_MINOR")
+        if (major, minor) < MINIMUM_CAPABILITY:
+            context.close()
+            raise UsageError(f"{self.name} has compute capability {major}.{minor}: the kernels need 8.0 or later")
+        self.arch = arch_name(major, minor)
+        version = call(context.driver.cuDriverGetVersion)
+        self.driver = f"CUDA driver {version // 1000}.{version % 1000 // 10}"
+        self.pdl = major >= 9  # programmatic dependent launch exists
+        self.sm_count = context.attribute("MULTIPROCESSOR_COUNT")
+        self.smem_per_block = context.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self.stream = Stream(context)
+        self._pool = Pool(context)
+        self._kernels: dict[tuple[str, str], CudaKernel] = {}
+        self._rings: weakref.WeakSet[CudaHostRing] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[graph.CudaGraph] = weakref.WeakSet()
+        self._peers: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"CudaDevice({self.ordinal}: {self.name}, {self.arch})"
+
+    @property
+    def host_syncs(self) -> int:
+        """Times the host has waited for this device: stream and event waits, downloads, large uploads, frees."""
+        return self.context.host_syncs
+
+    @host_syncs.setter
+    def host_syncs(self, count: int) -> None:
+        self.context.host_syncs = count
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> CudaBuffer:
+        """A new buffer with whatever the memory held."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        owner = self._pool.device_memory(nbytes)
+        return CudaBuffer(self.context, self.stream, owner, owner.ptr, shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> CudaBuffer:
+        """A new buffer of zero bytes."""
+        buffer = self.empty(shape, dtype)
+        buffer.fill(0)
+        return buffer
+
+    def array(self, host: np.ndarray[Any, Any]) -> CudaBuffer:
+        """A new buffer with a copy of `host`."""
+        buffer = self.empty(host.shape, host.dtype)
+        buffer.upload(host)
+        return buffer
+
+    def host_ring(self, slots: int) -> CudaHostRing:
+        """`slots` zeroed uint64 words of pinned memory, mapped into the GPU."""
+        ring = CudaHostRing(self._pool, self.stream, slots)
+        self._rings.add(ring)
+        return ring
+
+    def event(self, *, timing: bool = True) -> Event:
+        """A new event of this device."""
+        return Event(self.context, timing=timing)
+
+    def kernel(self, stem: str, name: str) -> CudaKernel:
+        """The entry point `name` of cuda_src/`stem`.cu: compiled or taken from the cache, loaded whole.
+
+        Raises QwenRawError for a compile error (with file and line) or a name that the file does not have.
+        """
+        found = self._kernels.get((stem, name))
+        if found is None:
+            self.context.not_capturing(f"loading {stem}.{name}")
+            found = self._kernels[stem, name] = self._load(stem, name)
+        return found
+
+    def _load(self, stem: str, name: str) -> CudaKernel:
+        import cupy  # imported here: the CPU path works without it
+
+        path = nvrtc.build(stem, self.arch)
+        table = resources(path)
+        if name not in table:
+            raise QwenRawError(f"cuda_src/{stem}.cu has no kernel {name}: it has {', '.join(sorted(table))}")
+        entry = table[name]
+        self.context.use()
+        with cupy.cuda.Device(self.ordinal):
+            raw = cupy.RawModule(path=str(path)).get_function(name)
+            handle = int(raw.kernel.ptr)
+        self.context.use()  # leaving CuPy's block restored whatever was current before
+        driver = self.context.driver
+        function = driver.CUfunction(handle)
+        if hasattr(driver, "cuFuncLoad"):  # lazy loading inside a launch can deadlock kernels that wait for each other
+            call(driver.cuFuncLoad, function)
+        return CudaKernel(
+            name=name,
+            context=self.context,
+            function=function,
+            layout=ParamLayout(name, entry.params),
+            max_threads=entry.max_threads,
+            static_smem=entry.static_smem,
+            registers=entry.registers,
+            keep=raw,
+        )
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Dim,
+        block: Dim,
+        args: Sequence[Arg],
+        *,
+        smem: int = 0,
+        pdl: bool = False,
+        cluster: Dim | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """Queues one launch on the main stream (or `stream`); the host does not wait.
+
+        `smem`: bytes of dynamic shared memory. `pdl`: programmatic dependent launch, an ordinary launch before sm_90.
+        `cluster`: blocks a cluster, sm_90+. Raises QwenRawError for arguments that are not what the kernel
+        declares, for a kernel or buffer of another device, and for a geometry that the device cannot run.
+        """
+        context = self.context
+        if not isinstance(kernel, CudaKernel) or kernel.context is not context:
+            raise QwenRawError(f"{kernel!r} was launched on GPU {self.ordinal}: load it with that device's kernel()")
+        for arg in args:
+            if isinstance(arg, CudaBuffer):
+                self._require_reachable(kernel, arg)
+        params = kernel.layout.pack(args)
+        context.use()
+        geometry = Geometry(grid, block, smem, pdl and self.pdl, cluster)
+        config = kernel.config(geometry, stream or self.stream, self.smem_per_block)
+        try:
+            call(context.driver.cuLaunchKernelEx, config, kernel.function, ctypes.addressof(params), 0)
+        except DriverError as error:
+            raise DriverError(f"{kernel.name}, {geometry}: {error}", error.name) from error
+        if context.captured is not None:
+            context.keep(kernel.keep, *(arg.owner for arg in args if isinstance(arg, CudaBuffer)))
+
+    def _require_reachable(self, kernel: CudaKernel, buffer: CudaBuffer) -> None:
+        """Raises unless this GPU may read `buffer`: its own, pinned memory, or a peer's after enable_peer()."""
+        buffer.require_alive()
+        elsewhere = buffer.context is not self.context and not buffer.owner.portable
+        if elsewhere and buffer.context.ordinal not in self._peers:
+            raise QwenRawError(f"{kernel.name} on GPU {self.ordinal} was given {buffer!r}: enable peer access first")
+
+    def enable_peer(self, other: CudaDevice) -> None:
+        """Lets kernels of this device read and write the memory of `other`; a second call does nothing.
+
+        Raises QwenRawError if the two have no peer path.
+        """
+        if other.ordinal == self.ordinal or other.ordinal in self._peers:
+            return
+        driver = self.context.driver
+        self.context.use()
+        if not call(driver.cuDeviceCanAccessPeer, self.context.device, other.context.device):
+            raise QwenRawError(f"GPU {self.ordinal} cannot access the memory of GPU {other.ordinal}")
+        try:
+            call(driver.cuCtxEnablePeerAccess, other.context.handle, 0)
+        except DriverError as error:
+            if error.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":  # by CuPy, say, in the same context
+                raise
+        self._peers.add(other.ordinal)
+
+    def capture(self) -> AbstractContextManager[graph.CudaCapture]:
+        """Captures what the with-block launches into a graph: `with device.capture() as c: …`, then `c.graph.launch()`.
+
+        Kernels must be loaded, and buffers allocated, before.
+        """
+        return self._capturing()
+
+    @contextmanager
+    def _capturing(self) -> Iterator[graph.CudaCapture]:
+        try:
+            with graph.capture(self.context, self.stream) as result:
+                yield result
+        finally:
+            self._pool.free_late()
+        self._graphs.add(result.graph)
+
+    def synchronize(self) -> None:
+        """Waits for everything queued on the main stream; counted."""
+        self.stream.synchronize()
+
+    def idle(self) -> bool:
+        """Whether everything queued on the main stream has finished; never waits.
+
+        Raises DriverError if a launch failed.
+        """
+        return self.stream.idle()
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of the GPU."""
+        self.context.use()
+        free, total = call(self.context.driver.cuMemGetInfo)
+        return int(free), int(total)
+
+    def close(self) -> None:
+        """Frees all it gave out (graphs, buffers, rings) and gives the context back; a second call does nothing."""
+        if self.context.closed:
+            return
+        self.synchronize()
+        for captured in list(self._graphs):
+            captured.close()
+        for ring in list(self._rings):
+            ring.close()
+        self._kernels.clear()
+        self._pool.close()
+        self.stream.close()
+        self.context.close()
+
+    def __enter__(self) -> CudaDevice:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
