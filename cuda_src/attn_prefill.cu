@@ -5,21 +5,21 @@
 // The plain one: a warp takes 16 queries of one head and walks the keys 16 at a time (include/attn.cuh), fragments straight from L1/L2.
 // grid: (ceil(T/64), H); block: 128 = 4 warps of 16 queries. The longest blocks come first.
 // bytes moved: the cache once per 16 queries and head, from L2; flops 4·HD·H·Σ(pos0 + t + 1).
-// PRECOND  HD 64 or 128 (by kernel name); H % KV == 0; all pointers and q_stride·2 16-byte aligned; pos0 + T <= max_len. minimum arch: sm_80
+// PRECOND  HD 64 or 128 (by kernel name); H % KV == 0; all pointers 16-byte aligned; pos0 + T <= max_len. minimum arch: sm_80
 #include "include/attn.cuh"
 
 constexpr int WARPS = 4;
 
 template <int HD>
 DEVICE void attn_prefill(bf16* __restrict__ out, const bf16* __restrict__ q, const bf16* __restrict__ k_cache, const bf16* __restrict__ v_cache,
-                         int T, int q_stride, int pos0, int H, int KV, int max_len, float scale_log2) {
+                         int T, int pos0, int H, int KV, int max_len, float scale_log2) {
   const int h = blockIdx.y, kv = h / (H / KV), g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const int t0 = ((int(gridDim.x) - 1 - int(blockIdx.x)) * WARPS + int(threadIdx.x) / WARP) * ATTN_ROWS;
   if (t0 >= T) return;
   const int row[2] = {t0 + g, t0 + g + 8};
   uint32_t qf[HD / 16][4];
-  attn_load_q<HD>(qf, row[0] < T ? q + int64_t(row[0]) * q_stride + h * HD : nullptr,
-                  row[1] < T ? q + int64_t(row[1]) * q_stride + h * HD : nullptr);
+  attn_load_q<HD>(qf, row[0] < T ? q + (int64_t(row[0]) * H + h) * HD : nullptr,
+                  row[1] < T ? q + (int64_t(row[1]) * H + h) * HD : nullptr);
   const bf16 *k = k_cache + int64_t(kv) * max_len * HD, *v = v_cache + int64_t(kv) * max_len * HD;
   const int end = pos0 + min(T, t0 + ATTN_ROWS), limit[2] = {pos0 + row[0] + 1, pos0 + row[1] + 1};
   AttnState<HD> st;
@@ -43,12 +43,11 @@ DEVICE void attn_prefill(bf16* __restrict__ out, const bf16* __restrict__ q, con
 
 #define ATTN_PREFILL(HD)                                                                                                \
   KERNEL_OCC(WARPS * WARP, 3) void attn_prefill_bf16_hd##HD(bf16* out,           /* [T, H, HD] */                              \
-                                                     const bf16* q,       /* [T, q_stride], heads first in each row */  \
+                                                     const bf16* q,       /* [T, H, HD], rotated */                     \
                                                      const bf16* k_cache, /* [KV, max_len, HD] */                       \
                                                      const bf16* v_cache, /* [KV, max_len, HD] */                       \
-                                                     int T, int q_stride, int pos0, int H, int KV, int max_len,         \
-                                                     float scale_log2) {                                                \
-    attn_prefill<HD>(out, q, k_cache, v_cache, T, q_stride, pos0, H, KV, max_len, scale_log2);                          \
+                                                     int T, int pos0, int H, int KV, int max_len, float scale_log2) {   \
+    attn_prefill<HD>(out, q, k_cache, v_cache, T, pos0, H, KV, max_len, scale_log2);                          \
   }
 ATTN_PREFILL(64)
 ATTN_PREFILL(128)

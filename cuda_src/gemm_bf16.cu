@@ -1,19 +1,22 @@
 // gemm_bf16.cu - prefill's matrix products with bf16 weights. Tiling, grid, block and PRECONDs: include/gemm.cuh.
 //
-// gemm_bias_bf16    out[T,N] bf16 = A[T,K]·W[N,K]ᵀ + b       Q, K, V
+// gemm_qkv_bf16     q, k, v = RoPE(A[T,K]·W[N,K]ᵀ + b); k, v → cache
 // gemm_add_bf16     h[T,N] fp32 += A·Wᵀ                      O-projection, down-projection
 // gemm_swiglu_bf16  act[T,I] bf16 = silu(A·Wgᵀ)·(A·Wuᵀ)      gate and up
-// gemm_logits_bf16  logits[T,V] fp32 = A·Wᵀ                  LM head, when every row's logits are wanted
+// gemm_f32_bf16     c[T,N] fp32 = A·Wᵀ                       LM head, when every row's logits are wanted
 // minimum arch: sm_80
 #include "include/gemm.cuh"
 
 KERNEL_OCC(GEMM_THREADS, 2) void
-gemm_bias_bf16(bf16* out,          // [T, N]
-               const bf16* a,      // [T, K]
-               const bf16* w,      // [N, K]
-               const float* bias,  // [N] or null
-               int T, int N, int K) {
-  gemm_bias<GemmBf16>(out, a, w, nullptr, bias, T, N, K);
+gemm_qkv_bf16(bf16* q,             // [T, H, HD]
+              bf16* k_cache,       // [KV, max_len, HD] of this layer
+              bf16* v_cache,       // [KV, max_len, HD]
+              const bf16* a,       // [T, K]
+              const bf16* w,       // [(H + 2·KV)·HD, K]: Q rows, K rows, V rows
+              const float* bias,   // [(H + 2·KV)·HD]
+              const float2* rope,  // [max_len, HD/2] {cos, sin}
+              int T, int H, int KV, int HD, int pos0, int max_len, int K) {
+  gemm_qkv<GemmBf16>(q, k_cache, v_cache, a, w, nullptr, bias, rope, T, H, KV, HD, pos0, max_len, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void
@@ -34,9 +37,9 @@ gemm_swiglu_bf16(bf16* act,           // [T, I]
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void
-gemm_logits_bf16(float* logits,  // [T, V]
-                 const bf16* a,  // [T, K]
-                 const bf16* w,  // [V, K]
-                 int T, int V, int K) {
-  gemm_f32<GemmBf16, false>(logits, a, w, nullptr, T, V, K);
+gemm_f32_bf16(float* c,       // [T, N]
+              const bf16* a,  // [T, K]
+              const bf16* w,  // [N, K]
+              int T, int N, int K) {
+  gemm_f32<GemmBf16, false>(c, a, w, nullptr, T, N, K);
 }

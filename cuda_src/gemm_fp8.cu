@@ -1,20 +1,23 @@
 // gemm_fp8.cu - prefill's matrix products with e4m3 weights and one fp32 scale per output row (W8A16: the weights are widened to bf16
 // in shared memory, so prefill and decode compute the same function). Tiling, grid, block and PRECONDs: include/gemm.cuh.
 //
-// gemm_bias_fp8    out[T,N] bf16 = s·(A[T,K]·W[N,K]ᵀ) + b        Q, K, V
+// gemm_qkv_fp8     q, k, v = RoPE(s·(A[T,K]·W[N,K]ᵀ) + b); k, v → cache
 // gemm_add_fp8     h[T,N] fp32 += s·(A·Wᵀ)                       O-projection, down-projection
 // gemm_swiglu_fp8  act[T,I] bf16 = silu(sg·A·Wgᵀ)·(su·A·Wuᵀ)     gate and up
 // minimum arch: sm_80
 #include "include/gemm.cuh"
 
 KERNEL_OCC(GEMM_THREADS, 2) void
-gemm_bias_fp8(bf16* out,           // [T, N]
-              const bf16* a,       // [T, K]
-              const e4m3* w,       // [N, K]
-              const float* scale,  // [N]
-              const float* bias,   // [N] or null
-              int T, int N, int K) {
-  gemm_bias<GemmE4m3>(out, a, w, scale, bias, T, N, K);
+gemm_qkv_fp8(bf16* q,             // [T, H, HD]
+             bf16* k_cache,       // [KV, max_len, HD] of this layer
+             bf16* v_cache,       // [KV, max_len, HD]
+             const bf16* a,       // [T, K]
+             const e4m3* w,       // [(H + 2·KV)·HD, K]: Q rows, K rows, V rows
+             const float* scale,  // [(H + 2·KV)·HD]
+             const float* bias,   // [(H + 2·KV)·HD]
+             const float2* rope,  // [max_len, HD/2] {cos, sin}
+             int T, int H, int KV, int HD, int pos0, int max_len, int K) {
+  gemm_qkv<GemmE4m3>(q, k_cache, v_cache, a, w, scale, bias, rope, T, H, KV, HD, pos0, max_len, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void

@@ -51,5 +51,5 @@ gemv_logits_bf16(float* logits,  // [V]
                  const bf16* w,   // [V, K]
                  int V, int K, float eps) {
   DYN_SHARED(uint4, xs);
-  gemv_logits<WeightBf16, UNROLL>(logits, h, g, w, V, K, eps, xs);
+  gemv_logits<WeightBf16Exact, UNROLL>(logits, h, g, w, V, K, eps, xs);
 }

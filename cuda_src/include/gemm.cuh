@@ -5,7 +5,7 @@
 // K runs in slices of 32, double-buffered: the next slice travels to registers while this one is multiplied.
 // Shared rows are padded from 32 to 40 elements, so the eight rows a fragment load touches fall into different banks.
 //
-// grid: (ceil(N / 128) or ceil(I / 64) for SwiGLU, ceil(T / 64)); block: 256. bytes moved: A once per column block, W once per row block.
+// grid: (ceil(N / 128), or ceil(pairs / 64) for SwiGLU and QKV, ceil(T / 64)); block: 256. bytes moved: A once per column block, W once per row block.
 // PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3); A, W 16-byte aligned. T, N, K need not be multiples of the tile.
 #pragma once
 #include "vec.cuh"
@@ -38,22 +38,40 @@ struct GemmE4m3 {
   }
 };
 
-// Which row of W feeds row r (0 … 127) of this block's tile, or -1. Plain: the 128 rows from n0 on.
+// Which row of W feeds row r (0 … 127) of this block's tile: a pointer to its K weights, or null outside the matrix.
+// Plain: the 128 rows from n0 on.
+template <class T>
 struct RowsPlain {
-  static constexpr int COLUMNS = BN;  // columns of C a block writes
-  template <class T>
-  static DEVICE const T* row(const T* w, const T*, int r, int N, int K) {
-    const int n = int(blockIdx.x) * BN + r;
+  static constexpr int COLUMNS = BN;  // columns of C that a block computes
+  const T* w;
+  int N, K;
+  DEVICE const T* row(int r) const {
+    const int n = int(blockIdx.x) * COLUMNS + r;
     return n < N ? w + int64_t(n) * K : nullptr;
   }
 };
-// Gate and up: each warp's 32 rows are 16 of the gate and the same 16 of the up, so that one thread ends with both.
-struct RowsPaired {
+// Pairs that one thread must end with: each warp's 32 rows are 16 firsts and the same 16 pairs' seconds.
+DEVICE int pair_column(int r) { return int(blockIdx.x) * (BN / 2) + r / 32 * 16 + r % 16; }
+// A gate and its up.
+template <class T>
+struct RowsGateUp {
   static constexpr int COLUMNS = BN / 2;
-  template <class T>
-  static DEVICE const T* row(const T* gate, const T* up, int r, int N, int K) {
-    const int n = int(blockIdx.x) * COLUMNS + r / 32 * 16 + r % 16;
+  const T *gate, *up;
+  int N, K;
+  DEVICE const T* row(int r) const {
+    const int n = pair_column(r);
     return n < N ? (r % 32 < 16 ? gate : up) + int64_t(n) * K : nullptr;
+  }
+};
+// Dimensions d and d + HD/2 of a head, which RoPE rotates into each other; N counts pairs.
+template <class T>
+struct RowsRotary {
+  static constexpr int COLUMNS = BN / 2;
+  const T* w;
+  int N, K, half;
+  DEVICE const T* row(int r) const {
+    const int p = pair_column(r), n = p / half * 2 * half + p % half + (r % 32 < 16 ? 0 : half);
+    return p < N ? w + int64_t(n) * K : nullptr;
   }
 };
 
@@ -64,15 +82,14 @@ struct GemmSlice {
 
 // One K slice from device memory into registers; what lies outside the matrices is zero.
 template <class W, class Rows>
-DEVICE void gemm_fetch(GemmSlice<W>& s, const bf16* __restrict__ a, const typename W::type* w0, const typename W::type* w1, int T, int N,
-                       int K, int k0) {
+DEVICE void gemm_fetch(GemmSlice<W>& s, const bf16* __restrict__ a, const Rows& rows, int T, int K, int k0) {
   const uint4 zero = make_uint4(0, 0, 0, 0);
   const int row = int(blockIdx.y) * BM + int(threadIdx.x) / 4, ka = k0 + int(threadIdx.x) % 4 * 8;
   s.a = row < T && ka < K ? ld_global_v4(a + int64_t(row) * K + ka) : zero;
 #pragma unroll
   for (int i = 0; i < W::PACKS; i++) {
     const int p = int(threadIdx.x) + i * GEMM_THREADS, kb = k0 + p % (BK / W::PACK) * W::PACK;
-    const typename W::type* r = Rows::row(w0, w1, p / (BK / W::PACK), N, K);
+    const typename W::type* r = rows.row(p / (BK / W::PACK));
     s.b[i] = r && kb < K ? ld_global_v4(r + kb) : zero;
   }
 }
@@ -112,63 +129,59 @@ DEVICE void gemm_multiply(float (&c)[2][4][4], const GemmTile& sh, int buf) {
 
 // The block's 64 × 128 sums, in c[16-row tile][8-column tile][mma accumulator].
 template <class W, class Rows>
-DEVICE void gemm_tile(float (&c)[2][4][4], GemmTile& sh, const bf16* __restrict__ a, const typename W::type* w0, const typename W::type* w1,
-                      int T, int N, int K) {
+DEVICE void gemm_tile(float (&c)[2][4][4], GemmTile& sh, const bf16* __restrict__ a, const Rows& rows, int T, int K) {
 #pragma unroll
   for (int i = 0; i < 32; i++) c[i / 16][i / 4 % 4][i % 4] = 0.f;
   GemmSlice<W> s;
-  gemm_fetch<W, Rows>(s, a, w0, w1, T, N, K, 0);
+  gemm_fetch(s, a, rows, T, K, 0);
   gemm_stage<W>(sh, 0, s);
   __syncthreads();
   for (int k0 = 0, buf = 0; k0 < K; k0 += BK, buf ^= 1) {
-    if (k0 + BK < K) gemm_fetch<W, Rows>(s, a, w0, w1, T, N, K, k0 + BK);
+    if (k0 + BK < K) gemm_fetch(s, a, rows, T, K, k0 + BK);
     gemm_multiply(c, sh, buf);
     if (k0 + BK < K) gemm_stage<W>(sh, buf ^ 1, s);  // the other buffer was last read before the previous barrier
     __syncthreads();
   }
 }
 
-// Calls f(row, column, i, j, r) for every sum this thread holds: c[i][j][r] belongs at (row, column) of the block's tile.
+// Calls f(t, n, y) for every sum of this thread that lies inside C [T, N].
 template <class F>
-DEVICE void gemm_each(F f) {
+DEVICE void gemm_each(const float (&c)[2][4][4], int T, int N, F f) {
   const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
-  for (int i = 0; i < 2; i++)
+  for (int i = 0; i < 32; i++) {
+    const int m = i / 16, j = i / 4 % 4, r = i % 4;
+    const int row = int(blockIdx.y) * BM + warp / 4 * 32 + 16 * m + g + 8 * (r / 2);
+    const int col = int(blockIdx.x) * BN + warp % 4 * 32 + 8 * j + 2 * t + r % 2;
+    if (row < T && col < N) f(row, col, c[m][j][r]);
+  }
+}
+
+// Calls f(t, p, first, second) for every pair of this thread that lies inside [T, N pairs].
+template <class F>
+DEVICE void gemm_each_pair(const float (&c)[2][4][4], int T, int N, F f) {
+  const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-#pragma unroll
-      for (int r = 0; r < 4; r++) f(warp / 4 * 32 + 16 * i + g + 8 * (r / 2), warp % 4 * 32 + 8 * j + 2 * t + r % 2, i, j, r);
+  for (int i = 0; i < 16; i++) {
+    const int m = i / 8, j = i / 4 % 2, r = i % 4;  // column tiles 0 and 1 hold the firsts, 2 and 3 the seconds
+    const int row = int(blockIdx.y) * BM + warp / 4 * 32 + 16 * m + g + 8 * (r / 2);
+    const int p = pair_column(warp % 4 * 32 + 8 * j + 2 * t + r % 2);
+    if (row < T && p < N) f(row, p, c[m][j][r], c[m][j + 2][r]);
+  }
 }
 
 // ---- the kernels, for either weight type --------------------------------------------------------------------------------------
 
-// out[t, n] = scale[n]·(A·Wᵀ)[t, n] + bias[n], as bf16. `bias` may be null.
-template <class W>
-DEVICE void gemm_bias(bf16* __restrict__ out, const bf16* __restrict__ a, const typename W::type* __restrict__ w,
-                      const float* __restrict__ scale, const float* __restrict__ bias, int T, int N, int K) {
-  SHARED(GemmTile, sh);
-  float c[2][4][4];
-  gemm_tile<W, RowsPlain>(c, sh, a, w, w, T, N, K);
-  gemm_each([&](int m, int n, int i, int j, int r) {
-    const int row = int(blockIdx.y) * BM + m, col = int(blockIdx.x) * BN + n;
-    if (row >= T || col >= N) return;
-    const float y = W::SCALED ? c[i][j][r] * scale[col] : c[i][j][r];
-    out[int64_t(row) * N + col] = __float2bfloat16_rn(bias ? y + bias[col] : y);
-  });
-}
-
-// h[t, n] += scale[n]·(A·Wᵀ)[t, n] (ADD), or = (the LM head's logits), in fp32.
+// h[t, n] += scale[n]·(A·Wᵀ)[t, n] in fp32 (ADD), or plainly = .
 template <class W, bool ADD>
 DEVICE void gemm_f32(float* __restrict__ h, const bf16* __restrict__ a, const typename W::type* __restrict__ w,
                      const float* __restrict__ scale, int T, int N, int K) {
   SHARED(GemmTile, sh);
   float c[2][4][4];
-  gemm_tile<W, RowsPlain>(c, sh, a, w, w, T, N, K);
-  gemm_each([&](int m, int n, int i, int j, int r) {
-    const int row = int(blockIdx.y) * BM + m, col = int(blockIdx.x) * BN + n;
-    if (row >= T || col >= N) return;
-    const float y = W::SCALED ? c[i][j][r] * scale[col] : c[i][j][r];
-    float& dst = h[int64_t(row) * N + col];
+  gemm_tile<W>(c, sh, a, RowsPlain<typename W::type>{w, N, K}, T, K);
+  gemm_each(c, T, N, [&](int t, int n, float y) {
+    if (W::SCALED) y *= scale[n];
+    float& dst = h[int64_t(t) * N + n];
     dst = ADD ? dst + y : y;
   });
 }
@@ -180,13 +193,31 @@ DEVICE void gemm_swiglu(bf16* __restrict__ act, const bf16* __restrict__ a, cons
                         int I, int K) {
   SHARED(GemmTile, sh);
   float c[2][4][4];
-  gemm_tile<W, RowsPaired>(c, sh, a, w_gate, w_up, T, I, K);
-  gemm_each([&](int m, int n, int i, int j, int r) {
-    if (j >= 2) return;  // tiles 0 and 1 are gates, 2 and 3 the ups of the same columns
-    const int row = int(blockIdx.y) * BM + m, col = int(blockIdx.x) * RowsPaired::COLUMNS + n / 32 * 16 + n % 32;
-    if (row >= T || col >= I) return;
-    const float gate = W::SCALED ? c[i][j][r] * s_gate[col] : c[i][j][r];
-    const float up = W::SCALED ? c[i][j + 2][r] * s_up[col] : c[i][j + 2][r];
-    act[int64_t(row) * I + col] = __float2bfloat16_rn(gate / (1.f + expf(-gate)) * up);
+  gemm_tile<W>(c, sh, a, RowsGateUp<typename W::type>{w_gate, w_up, I, K}, T, K);
+  gemm_each_pair(c, T, I, [&](int t, int i, float gate, float up) {
+    if (W::SCALED) gate *= s_gate[i], up *= s_up[i];
+    act[int64_t(t) * I + i] = __float2bfloat16_rn(gate / (1.f + expf(-gate)) * up);
+  });
+}
+
+// Q, K and V with bias, RoPE on Q and K; Q to q, K and V to the cache at positions pos0 + t.
+template <class W>
+DEVICE void gemm_qkv(bf16* __restrict__ q, bf16* __restrict__ k_cache, bf16* __restrict__ v_cache, const bf16* __restrict__ a,
+                     const typename W::type* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
+                     const float2* __restrict__ rope, int T, int H, int KV, int HD, int pos0, int max_len, int K) {
+  SHARED(GemmTile, sh);
+  const int half = HD / 2, pairs = (H + 2 * KV) * half;
+  float c[2][4][4];
+  gemm_tile<W>(c, sh, a, RowsRotary<typename W::type>{w, pairs, K, half}, T, K);
+  gemm_each_pair(c, T, pairs, [&](int t, int p, float x, float y) {
+    const int head = p / half, d = p % half, n = head * HD + d, pos = pos0 + t;
+    if (W::SCALED) x *= scale[n], y *= scale[n + half];
+    x += bias[n], y += bias[n + half];
+    const float2 cs = head < H + KV ? rope[int64_t(pos) * half + d] : make_float2(1.f, 0.f);  // {cos, sin}
+    bf16* out = head < H        ? q + (int64_t(t) * H + head) * HD
+                : head < H + KV ? k_cache + (int64_t(head - H) * max_len + pos) * HD
+                                : v_cache + (int64_t(head - H - KV) * max_len + pos) * HD;
+    out[d] = __float2bfloat16_rn(fmaf(x, cs.x, -y * cs.y));
+    out[d + half] = __float2bfloat16_rn(fmaf(y, cs.x, x * cs.y));
   });
 }

@@ -2,10 +2,11 @@
 //
 // W is [N, K] row-major, bf16 or e4m3 (then with one fp32 scale per row, applied after the sum). A warp owns two rows at a time: the
 // two rows an epilogue must see together (a rotation's pair, a gate and its up), so that no epilogue needs another warp.
-// x lies in shared memory as bf16, staged once per block by a prologue (a plain copy, or RMSNorm); lanes read W in 16-byte packs
-// that are coalesced across the warp, UNROLL packs of either row in flight, and accumulate in fp32.
+// x lies in shared memory as bf16 (fp32 for the LM head, whose rounding would go straight into the logits), staged once per block by a
+// prologue (a plain copy, or RMSNorm); lanes read W in 16-byte packs that are coalesced across the warp, UNROLL packs of either row in
+// flight, and accumulate in fp32.
 //
-// grid: any; warps stride over the row pairs. block: whole warps, at most GEMV_THREADS. dynamic shared memory: gemv_smem_bytes(K).
+// grid: any; warps stride over the row pairs. block: whole warps, at most GEMV_THREADS. dynamic shared memory: x, K rounded up to a multiple of 512 elements.
 // bytes moved: N·K·sizeof(weight) once from HBM; x (2K or 4K bytes) once per block from L2.
 // PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3): rows are whole 16-byte packs.  PRECOND  W, x 16-byte aligned.
 #pragma once
@@ -14,13 +15,17 @@
 
 constexpr int GEMV_THREADS = 256;
 
-// A weight type: how many weights a 16-byte pack holds, and the dot product of a pack with the same stretch of x.
-// `x` is the staged vector in packs of 8 bf16; pack p of the row meets the 16-byte words at(p, 0…WORDS-1).
+// Where half `half` of the 32 bytes of x that meet pack p of a row lies, in 16-byte words. Neighbouring lanes read words 16 bytes
+// apart, not 32: the two halves of 32 packs are stored apart, so no bank is hit twice.
+DEVICE int split_word(int p, int half) { return (p / WARP) * 2 * WARP + half * WARP + p % WARP; }
+
+// A weight type: how many weights a 16-byte pack holds, where the eight elements 8i … 8i + 7 of x are staged, and the dot product of
+// pack p of a row with its stretch of x.
 struct WeightBf16 {
   using type = bf16;
-  static constexpr int PACK = 8, WORDS = 1;
+  static constexpr int PACK = 8;
   static constexpr bool SCALED = false;
-  static DEVICE int at(int p, int) { return p; }
+  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) { xs[i] = pack_bf16x8(f); }
   static DEVICE float dot(float acc, uint4 w, const uint4* x, int p) {
     float a[8], b[8];
     unpack_bf16(a, w);
@@ -31,18 +36,43 @@ struct WeightBf16 {
   }
 };
 
+// bf16 weights against x in fp32: the LM head.
+struct WeightBf16Exact {
+  using type = bf16;
+  static constexpr int PACK = 8;
+  static constexpr bool SCALED = false;
+  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      xs[split_word(i, half)] = make_uint4(__float_as_uint(f[4 * half]), __float_as_uint(f[4 * half + 1]), __float_as_uint(f[4 * half + 2]),
+                                           __float_as_uint(f[4 * half + 3]));
+  }
+  static DEVICE float dot(float acc, uint4 w, const uint4* x, int p) {
+    float a[8];
+    unpack_bf16(a, w);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint4 b = x[split_word(p, half)];
+      acc = fmaf(a[4 * half], __uint_as_float(b.x), acc);
+      acc = fmaf(a[4 * half + 1], __uint_as_float(b.y), acc);
+      acc = fmaf(a[4 * half + 2], __uint_as_float(b.z), acc);
+      acc = fmaf(a[4 * half + 3], __uint_as_float(b.w), acc);
+    }
+    return acc;
+  }
+};
+
 struct WeightE4m3 {
   using type = e4m3;
-  static constexpr int PACK = 16, WORDS = 2;
+  static constexpr int PACK = 16;
   static constexpr bool SCALED = true;
-  // Neighbouring lanes read words 16 bytes apart, not 32: the two halves of 32 packs are stored apart, so no bank is hit twice.
-  static DEVICE int at(int p, int half) { return (p / WARP) * 2 * WARP + half * WARP + p % WARP; }
+  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) { xs[split_word(i / 2, i % 2)] = pack_bf16x8(f); }
   static DEVICE float dot(float acc, uint4 w, const uint4* x, int p) {
     const uint32_t word[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float a[4], b[8];
-      unpack_bf16(b, x[at(p, half)]);
+      unpack_bf16(b, x[split_word(p, half)]);
 #pragma unroll
       for (int q = 0; q < 2; q++) {
         unpack_e4m3(a, word[2 * half + q]);
@@ -54,22 +84,20 @@ struct WeightE4m3 {
   }
 };
 
-// Where the 8-element word `k8` of x belongs in shared memory, for weight type W.
-template <class W>
-DEVICE int staged_at(int k8) {
-  return W::WORDS == 1 ? k8 : W::at(k8 / 2, k8 % 2);
-}
-
 // Prologue: x bf16 [K] → shared memory.
 template <class W>
 DEVICE void stage_copy(uint4* xs, const bf16* __restrict__ x, int K) {
-  for (int i = threadIdx.x; i < K / 8; i += blockDim.x) xs[staged_at<W>(i)] = ld_global_v4(x + 8 * i);
+  for (int i = threadIdx.x; i < K / 8; i += blockDim.x) {
+    float f[8];
+    unpack_bf16(f, ld_global_v4(x + 8 * i));
+    W::stage(xs, i, f);
+  }
   __syncthreads();
 }
 
-// Prologue: RMSNorm of the residual stream h fp32 [K] with weight g bf16 [K] → shared memory, rounded once. `scratch`: a float a warp.
-template <class W>
-DEVICE void stage_norm(uint4* xs, const float* __restrict__ h, const bf16* __restrict__ g, int K, float eps, float* scratch) {
+// RMSNorm of one row by a whole block: store(i, f) gets elements 8i … 8i + 7 of h / sqrt(mean(h²) + eps)·g. `scratch`: a float a warp.
+template <class Store>
+DEVICE void norm_row(const float* __restrict__ h, const bf16* __restrict__ g, int K, float eps, float* scratch, Store store) {
   const float4* h4 = reinterpret_cast<const float4*>(h);
   float ss = 0.f;
   for (int i = threadIdx.x; i < K / 4; i += blockDim.x) {
@@ -83,8 +111,14 @@ DEVICE void stage_norm(uint4* xs, const float* __restrict__ h, const bf16* __res
     unpack_bf16(w, ld_global_v4(g + 8 * i));
 #pragma unroll
     for (int j = 0; j < 8; j++) f[j] = f[j] * inv * w[j];
-    xs[staged_at<W>(i)] = pack_bf16x8(f);
+    store(i, f);
   }
+}
+
+// Prologue: RMSNorm of the residual stream h fp32 [K] with weight g bf16 [K] → shared memory.
+template <class W>
+DEVICE void stage_norm(uint4* xs, const float* __restrict__ h, const bf16* __restrict__ g, int K, float eps, float* scratch) {
+  norm_row(h, g, K, eps, scratch, [&](int i, const float(&f)[8]) { W::stage(xs, i, f); });
   __syncthreads();
 }
 

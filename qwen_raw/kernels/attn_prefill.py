@@ -16,23 +16,20 @@ HEAD_DIMS = (64, 128)
 
 
 def attn_prefill(dev: Device, out: Buffer, q: Buffer, k_cache: Buffer, v_cache: Buffer, pos0: int) -> None:
-    """out bf16 [T, H, HD]; q bf16 [T, stride], rows begin with H·HD rotated queries; caches bf16 [KV, max_len, HD].
+    """out bf16 [T, H, HD] from q bf16 [T, H, HD] (rotated); caches bf16 [KV, max_len, HD].
 
     The cache must already hold keys 0 … pos0 + T - 1.
     """
-    (T, H, HD), (KV, max_len, _), stride = out.shape, k_cache.shape, q.shape[1]
+    (T, H, HD), (KV, max_len, _) = out.shape, k_cache.shape
     require(HD in HEAD_DIMS, f"head_dim {HD}: this kernel has {HEAD_DIMS}")
     require(H % KV == 0, f"{H} query heads do not divide among {KV} KV heads")
     require(pos0 >= 0 and pos0 + T <= max_len, f"positions {pos0} … {pos0 + T - 1} do not fit a cache of {max_len}")
-    require(
-        stride >= H * HD and stride % 8 == 0, f"q rows of {stride} elements: need at least {H * HD}, a multiple of 8"
-    )
-    check_buffer(q, (T, stride), BF16, "q")
+    check_buffer(q, (T, H, HD), BF16, "q")
     check_buffer(out, (T, H, HD), BF16, "out")
     check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
     check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
     blocks = (T + ROWS * WARPS - 1) // (ROWS * WARPS)
     kernel = dev.kernel(STEM, f"attn_prefill_bf16_hd{HD}")
-    dims = [np.int32(n) for n in (T, stride, pos0, H, KV, max_len)]
+    dims = [np.int32(n) for n in (T, pos0, H, KV, max_len)]
     args: list[Arg] = [out, q, k_cache, v_cache, *dims, np.float32(math.log2(math.e) / math.sqrt(HD))]
     dev.launch(kernel, (blocks, H, 1), (WARPS * 32, 1, 1), args)

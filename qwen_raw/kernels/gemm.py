@@ -20,42 +20,67 @@ class Gemm:
     stem: str
     fp8: bool
 
-    def _launch(self, dev: Device, op: str, columns: int, a: Buffer, linears: list[Linear], args: list[Arg]) -> None:
+    def _launch(
+        self, dev: Device, op: str, columns: int, a: Buffer, linears: list[Linear], args: list[Arg], dims: list[int]
+    ) -> None:
+        """`columns`: of the output in units of the kernel's tile, already divided; `dims` follow the pointers as int32."""
         T, K = a.shape
         for w in linears:
             check_linear(w, self.fp8)
         check_buffer(a, (T, linears[0].K), BF16, "a")
-        N = linears[0].N
         rows = (T + BM - 1) // BM
-        require(
-            0 < rows <= 65535, f"{T} rows need {rows} row blocks, the grid takes 1 to 65535: send the rows in chunks"
-        )
+        require(0 < rows <= 65535, f"{T} rows need {rows} row blocks, 1 to 65535 are possible: send the rows in chunks")
         kernel = dev.kernel(self.stem, f"gemm_{op}_{'fp8' if self.fp8 else 'bf16'}")
-        dims = [np.int32(n) for n in (T, N, K)]
-        dev.launch(kernel, ((N + columns - 1) // columns, rows, 1), (THREADS, 1, 1), [*args, *dims])
+        dev.launch(kernel, (columns, rows, 1), (THREADS, 1, 1), [*args, *(np.int32(n) for n in dims)])
 
     def _weights(self, *linears: Linear) -> list[Arg]:
         return [b for w in linears for b in (w.weight, w.scale) if b is not None]
 
-    def bias(self, dev: Device, out: Buffer, a: Buffer, w: Linear, bias: Buffer | None) -> None:
-        """out bf16 [T, N] = A·Wᵀ + bias f32 [N] (or no bias)."""
-        check_buffer(out, (a.shape[0], w.N), BF16, "out")
-        if bias is not None:
-            check_buffer(bias, (w.N,), F32, "bias")
-        self._launch(dev, "bias", BN, a, [w], [out, a, *self._weights(w), bias if bias is not None else np.uint64(0)])
+    def qkv(
+        self,
+        dev: Device,
+        q: Buffer,
+        k_cache: Buffer,
+        v_cache: Buffer,
+        a: Buffer,
+        w: Linear,
+        bias: Buffer,
+        rope: Buffer,
+        pos0: int,
+    ) -> None:
+        """q bf16 [T, H, HD], and rows pos0 … of both caches [KV, max_len, HD], from a bf16 [T, K].
+
+        bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}.
+        """
+        (T, H, HD), (KV, max_len, _) = q.shape, k_cache.shape
+        require(
+            w.N == (H + 2 * KV) * HD, f"QKV weight has {w.N} rows, {H} + 2·{KV} heads of {HD} are {(H + 2 * KV) * HD}"
+        )
+        require(HD % 2 == 0, f"head_dim {HD} is odd")
+        require(pos0 >= 0 and pos0 + T <= max_len, f"positions {pos0} … {pos0 + T - 1} do not fit a cache of {max_len}")
+        check_buffer(q, (a.shape[0], H, HD), BF16, "q")
+        check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
+        check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
+        check_buffer(bias, (w.N,), F32, "bias")
+        check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
+        args = [q, k_cache, v_cache, a, *self._weights(w), bias, rope]
+        self._launch(dev, "qkv", -(-w.N // BN), a, [w], args, [T, H, KV, HD, pos0, max_len, w.K])
 
     def add(self, dev: Device, h: Buffer, a: Buffer, w: Linear) -> None:
         """h f32 [T, N] += A·Wᵀ."""
         check_buffer(h, (a.shape[0], w.N), F32, "h")
-        self._launch(dev, "add", BN, a, [w], [h, a, *self._weights(w)])
+        dims = [a.shape[0], w.N, w.K]
+        self._launch(dev, "add", -(-w.N // BN), a, [w], [h, a, *self._weights(w)], dims)
 
     def swiglu(self, dev: Device, act: Buffer, a: Buffer, gate: Linear, up: Linear) -> None:
         """act bf16 [T, I] = silu(A·Wgᵀ)·(A·Wuᵀ)."""
         require((gate.N, gate.K) == (up.N, up.K), f"gate is {gate.weight.shape}, up is {up.weight.shape}")
         check_buffer(act, (a.shape[0], gate.N), BF16, "act")
-        self._launch(dev, "swiglu", BN // 2, a, [gate, up], [act, a, *self._weights(gate, up)])
+        args, dims = [act, a, *self._weights(gate, up)], [a.shape[0], gate.N, gate.K]
+        self._launch(dev, "swiglu", -(-2 * gate.N // BN), a, [gate, up], args, dims)
 
-    def logits(self, dev: Device, out: Buffer, a: Buffer, w: Linear) -> None:
-        """out f32 [T, V] = A·Wᵀ."""
-        check_buffer(out, (a.shape[0], w.N), F32, "logits")
-        self._launch(dev, "logits", BN, a, [w], [out, a, *self._weights(w)])
+    def f32(self, dev: Device, c: Buffer, a: Buffer, w: Linear) -> None:
+        """c f32 [T, N] = A·Wᵀ (bf16 weights only)."""
+        check_buffer(c, (a.shape[0], w.N), F32, "c")
+        dims = [a.shape[0], w.N, w.K]
+        self._launch(dev, "f32", -(-w.N // BN), a, [w], [c, a, *self._weights(w)], dims)

@@ -14,9 +14,12 @@ THREADS = 256
 WARPS = THREADS // 32
 
 
-def smem_bytes(K: int) -> int:
-    """Dynamic shared memory for x [K] as bf16, in whole groups of 512 elements (the unit of the fp8 staging order)."""
-    return (K + 511) // 512 * 512 * 2
+def smem_bytes(K: int, op: str = "") -> int:
+    """Dynamic shared memory for x [K], in whole groups of 512 elements (the unit of the staging order).
+
+    x is bf16, and fp32 for the LM head ("logits").
+    """
+    return (K + 511) // 512 * 512 * (4 if op == "logits" else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +30,16 @@ class Gemv:
     fp8: bool
     blocks_per_sm: int
 
-    def grid(self, dev: Device, pairs: int, K: int) -> int:
+    def grid(self, dev: Device, pairs: int, smem: int) -> int:
         """One wave of resident blocks, or fewer when there is less than a row pair for each warp."""
-        fit = max(1, min(self.blocks_per_sm, dev.smem_per_block // (smem_bytes(K) + 1024)))
+        fit = max(1, min(self.blocks_per_sm, dev.smem_per_block // (smem + 1024)))
         return max(1, min((pairs + WARPS - 1) // WARPS, dev.sm_count * fit))
 
     def _launch(self, dev: Device, op: str, pairs: int, K: int, args: list[Arg], pdl: bool, grid: int | None) -> None:
-        smem = smem_bytes(K)
+        smem = smem_bytes(K, op)
         require(smem <= dev.smem_per_block, f"K = {K} needs {smem} bytes of shared memory, {dev.smem_per_block} there")
         kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}")
-        blocks = grid or self.grid(dev, pairs, K)
+        blocks = grid or self.grid(dev, pairs, smem)
         dev.launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), args, smem=smem, pdl=pdl)
 
     def _weights(self, *linears: Linear) -> list[Arg]:

@@ -13,8 +13,7 @@ from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemm import Gemm
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
 from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
-from qwen_raw.kernels.norm import rmsnorm
-from qwen_raw.kernels.rope import rope_append
+from qwen_raw.kernels.norm import rmsnorm, rmsnorm_split
 from qwen_raw.model.state import KVCache, PrefillBuffers
 from qwen_raw.model.weights import Layer, Weights
 
@@ -33,13 +32,11 @@ def prefill_layer(
 ) -> None:
     """b.h[:T] → b.h[:T]; keys and values of positions pos0 … pos0 + T - 1 into the cache."""
     h, n = b.h.view((T, c.D)), b.n.view((T, c.D))
-    qkv = b.qkv.view((T, (c.H + 2 * c.KV) * c.HD))
-    attn, act = b.attn.view((T, c.H * c.HD)), b.act.view((T, c.I))
+    q, attn, act = b.q.view((T, c.H, c.HD)), b.attn.view((T, c.H, c.HD)), b.act.view((T, c.I))
     rmsnorm(dev, n, h, layer.norm1, c.rms_eps)
-    gemm.bias(dev, qkv, n, layer.qkv, layer.qkv_bias)
-    rope_append(dev, qkv, k_cache, v_cache, rope, c.H, pos0)
-    attn_prefill(dev, attn.view((T, c.H, c.HD)), qkv, k_cache, v_cache, pos0)
-    gemm.add(dev, h, attn, layer.o)
+    gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, pos0)
+    attn_prefill(dev, attn, q, k_cache, v_cache, pos0)
+    gemm.add(dev, h, attn.view((T, c.H * c.HD)), layer.o)
     rmsnorm(dev, n, h, layer.norm2, c.rms_eps)
     gemm.swiglu(dev, act, n, layer.gate, layer.up)
     gemm.add(dev, h, act, layer.down)
@@ -68,7 +65,8 @@ def prefill_chunk(
 
 
 def all_logits(dev: Device, c: ModelConfig, w: Weights, b: PrefillBuffers, h: Buffer, out: Buffer) -> None:
-    """Logits f32 [T, V] of every row of h f32 [T, D]."""
-    n = b.n.view(h.shape)
-    rmsnorm(dev, n, h, w.norm, c.rms_eps)
-    GEMM_BF16.logits(dev, out, n, w.head)
+    """Logits f32 [T, V] of every row of h f32 [T, D], as exact as decode's: the head's input goes in as hi + lo."""
+    hi, lo = b.n.view(h.shape), b.low.view(h.shape)
+    rmsnorm_split(dev, hi, lo, h, w.norm, c.rms_eps)
+    GEMM_BF16.f32(dev, out, hi, w.head)
+    GEMM_BF16.add(dev, out, lo, w.head)

@@ -64,8 +64,9 @@ class PrefillBuffers:
     ids: Buffer  # i32 [chunk]
     h: Buffer  # f32 [chunk, D] residual stream
     n: Buffer  # bf16 [chunk, D] normalised
-    qkv: Buffer  # bf16 [chunk, (H + 2·KV)·HD]
-    attn: Buffer  # bf16 [chunk, H·HD]
+    low: Buffer  # bf16 [chunk, D] what rounding took off n, for the LM head
+    q: Buffer  # bf16 [chunk, H, HD]
+    attn: Buffer  # bf16 [chunk, H, HD]
     act: Buffer  # bf16 [chunk, I]
     chunk: int
 
@@ -76,8 +77,9 @@ class PrefillBuffers:
             ids=dev.empty((T,), I32),
             h=dev.empty((T, c.D), F32),
             n=dev.empty((T, c.D), BF16),
-            qkv=dev.empty((T, (c.H + 2 * c.KV) * c.HD), BF16),
-            attn=dev.empty((T, c.H * c.HD), BF16),
+            low=dev.empty((T, c.D), BF16),
+            q=dev.empty((T, c.H, c.HD), BF16),
+            attn=dev.empty((T, c.H, c.HD), BF16),
             act=dev.empty((T, c.I), BF16),
             chunk=T,
         )
@@ -92,5 +94,5 @@ def device_rope_table(dev: Device, c: ModelConfig, max_len: int) -> Buffer:
 def state_bytes(c: ModelConfig, max_len: int) -> int:
     """Device bytes of everything here, the small buffers left out."""
     T = min(CHUNK, max_len)
-    row = c.D * 6 + (2 * c.H + 2 * c.KV) * c.HD * 2 + c.I * 2
+    row = c.D * 8 + 2 * c.H * c.HD * 2 + c.I * 2
     return c.kv_bytes_per_token() * max_len + max_len * c.HD * 4 + T * row

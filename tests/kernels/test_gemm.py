@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_reference import POISON, assert_close, bf16_input, make_linear, silu
+from kernel_reference import POISON, assert_close, bf16_input, make_linear, rotate, silu
 
 from loaders.dtypes import bf16_to_f32
 from qwen_raw.device import BF16, F32
@@ -17,16 +17,30 @@ SHAPES = [(1, 8, 16), (64, 128, 32), (65, 129, 48), (5, 250, 80)]
 
 
 @GEMMS
-@pytest.mark.parametrize(("T", "N", "K"), SHAPES)
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_bias(dev: Any, rng: np.random.Generator, gemm: Any, T: int, N: int, K: int, with_bias: bool) -> None:
-    w, W = make_linear(dev, rng, N, K, gemm.fp8)
+@pytest.mark.parametrize(("H", "KV", "HD"), [(4, 2, 64), (3, 1, 128)])
+@pytest.mark.parametrize(("T", "pos0"), [(1, 0), (5, 2), (65, 7)])
+def test_qkv(dev: Any, rng: np.random.Generator, gemm: Any, H: int, KV: int, HD: int, T: int, pos0: int) -> None:
+    K, max_len, half = 48, 72, HD // 2
+    w, W = make_linear(dev, rng, (H + 2 * KV) * HD, K, gemm.fp8)
     a, A = bf16_input(rng, T, K)
-    bias = rng.standard_normal(N).astype(np.float32)
-    out = dev.empty((T, N), BF16)
-    out.fill(POISON)
-    gemm.bias(dev, out, dev.array(a), w, dev.array(bias) if with_bias else None)
-    assert_close(bf16_to_f32(out.download()), A @ W.T + (bias if with_bias else 0), rel=4e-3, what="out")
+    bias = (rng.standard_normal(w.N) * 10).astype(np.float32)
+    angle = rng.uniform(0, 6, (max_len, half))
+    rope = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
+    q, caches = dev.empty((T, H, HD), BF16), [dev.empty((KV, max_len, HD), BF16) for _ in range(2)]
+    for buffer in (q, *caches):
+        buffer.fill(POISON)
+    gemm.qkv(dev, q, *caches, dev.array(a), w, dev.array(bias), dev.array(rope), pos0)
+
+    x = (A @ W.T + bias).reshape(T, H + 2 * KV, HD)
+    cos, sin = (rope[pos0 : pos0 + T, None, :, i].astype(np.float64) for i in range(2))
+    y = x.copy()
+    y[..., :half], y[..., half:] = rotate(x[..., :half], x[..., half:], cos, sin)
+    assert_close(bf16_to_f32(q.download()), y[:, :H], rel=4e-3, what="q")
+    for cache, want, name in ((caches[0], y[:, H : H + KV], "k"), (caches[1], x[:, H + KV :], "v")):
+        got = cache.download()
+        assert_close(bf16_to_f32(got[:, pos0 : pos0 + T]), want.transpose(1, 0, 2), rel=4e-3, what=name)
+        outside = np.delete(got, range(pos0, pos0 + T), axis=1)
+        assert (outside == 0xFFFF).all(), f"{name}: a row of another position was written"
 
 
 @GEMMS
@@ -51,11 +65,11 @@ def test_swiglu(dev: Any, rng: np.random.Generator, gemm: Any, T: int, I: int, K
     assert_close(bf16_to_f32(act.download()), silu(A @ G.T) * (A @ U.T), rel=4e-3, what="act")
 
 
-@pytest.mark.parametrize(("T", "V", "K"), [(1, 1, 8), (66, 131, 40)])
-def test_logits(dev: Any, rng: np.random.Generator, T: int, V: int, K: int) -> None:
-    w, W = make_linear(dev, rng, V, K, fp8=False)
+@pytest.mark.parametrize(("T", "N", "K"), [(1, 1, 8), (66, 131, 40)])
+def test_f32(dev: Any, rng: np.random.Generator, T: int, N: int, K: int) -> None:
+    w, W = make_linear(dev, rng, N, K, fp8=False)
     a, A = bf16_input(rng, T, K)
-    out = dev.empty((T, V), F32)
+    out = dev.empty((T, N), F32)
     out.fill(POISON)
-    BF16_GEMM.logits(dev, out, dev.array(a), w)
-    assert_close(out.download(), A @ W.T, rel=2e-5, what="logits")
+    BF16_GEMM.f32(dev, out, dev.array(a), w)
+    assert_close(out.download(), A @ W.T, rel=2e-5, what="c")

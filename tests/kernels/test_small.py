@@ -1,10 +1,10 @@
-"""norm.cu, embed.cu, rope.cu, quantize.cu, synthetic.cu: the small kernels, against the host's definitions."""
+"""norm.cu, embed.cu, quantize.cu, synthetic.cu: the small kernels, against the host's definitions."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from kernel_reference import POISON, assert_close, bf16_input, rmsnorm, rotate
+from kernel_reference import POISON, assert_close, bf16_input, rmsnorm
 
 from loaders.dtypes import bf16_to_f32, quantize_rows_e4m3
 from loaders.synthetic import synthetic_e4m3 as host_e4m3
@@ -12,8 +12,8 @@ from loaders.synthetic import synthetic_values as host_bf16
 from qwen_raw.device import BF16, E4M3, F32
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.norm import rmsnorm as device_rmsnorm
+from qwen_raw.kernels.norm import rmsnorm_split
 from qwen_raw.kernels.quantize import quantize_rows
-from qwen_raw.kernels.rope import rope_append
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 
@@ -28,6 +28,18 @@ def test_rmsnorm(dev: Any, rng: np.random.Generator, T: int, D: int, scale: floa
     assert_close(bf16_to_f32(out.download()), rmsnorm(h, G, 1e-6), rel=4e-3, what="out")
 
 
+def test_rmsnorm_split_keeps_sixteen_bits(dev: Any, rng: np.random.Generator) -> None:
+    h = rng.standard_normal((3, 136)).astype(np.float32)
+    g, G = bf16_input(rng, 136)
+    parts = [dev.empty((3, 136), BF16) for _ in range(2)]
+    for part in parts:
+        part.fill(POISON)
+    rmsnorm_split(dev, *parts, dev.array(h), dev.array(g), 1e-6)
+    exact = h / np.sqrt((h.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6) * G
+    got = sum(bf16_to_f32(part.download()).astype(np.float64) for part in parts)
+    assert_close(got, exact, rel=2e-5, what="hi + lo")
+
+
 @pytest.mark.parametrize(("T", "D"), [(1, 8), (7, 328)])
 def test_embed(dev: Any, rng: np.random.Generator, T: int, D: int) -> None:
     table, values = bf16_input(rng, 50, D)
@@ -36,31 +48,6 @@ def test_embed(dev: Any, rng: np.random.Generator, T: int, D: int) -> None:
     h.fill(POISON)
     embed(dev, h, dev.array(table), dev.array(ids))
     assert (h.download() == values[ids].astype(np.float32)).all()
-
-
-@pytest.mark.parametrize(("H", "KV", "HD"), [(4, 2, 64), (3, 1, 128)])
-def test_rope_append(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int) -> None:
-    T, pos0, max_len, half = 5, 2, 9, HD // 2
-    qkv, X = bf16_input(rng, T, (H + 2 * KV) * HD)
-    angle = rng.uniform(0, 6, (max_len, half))
-    rope = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
-    caches = [dev.empty((KV, max_len, HD), BF16) for _ in range(2)]
-    for cache in caches:
-        cache.fill(POISON)
-    buffer = dev.array(qkv)
-    rope_append(dev, buffer, *caches, dev.array(rope), H, pos0)
-
-    x = X.reshape(T, H + 2 * KV, HD)
-    cos, sin = (rope[pos0 : pos0 + T, None, :, i].astype(np.float64) for i in range(2))
-    y = x.copy()
-    y[..., :half], y[..., half:] = rotate(x[..., :half], x[..., half:], cos, sin)
-    q = bf16_to_f32(buffer.download()).reshape(T, H + 2 * KV, HD)
-    assert_close(q[:, :H], y[:, :H], rel=4e-3, what="q")
-    for cache, want, name in ((caches[0], y[:, H : H + KV], "k"), (caches[1], x[:, H + KV :], "v")):
-        got = cache.download()
-        assert_close(bf16_to_f32(got[:, pos0 : pos0 + T]), want.transpose(1, 0, 2), rel=4e-3, what=name)
-        outside = np.delete(got, range(pos0, pos0 + T), axis=1)
-        assert (outside == 0xFFFF).all(), f"{name}: a row of another position was written"
 
 
 def test_quantize_rows_equals_the_host(dev: Any, rng: np.random.Generator) -> None:
