@@ -51,7 +51,8 @@ def time_ms(dev: CudaDevice, work: Callable[[], None], *, repeats: int, warmup: 
         work()
         end.record(dev.stream)
         samples.append(end.elapsed_ms(begin))
-        begin.close(), end.close()
+        begin.close()
+        end.close()
     return Timing(tuple(samples))
 
 

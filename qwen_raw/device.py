@@ -65,14 +65,18 @@ class Graph(Protocol):
 class Capture(Protocol):
     """What `Device.capture()` yields; `graph` is set when the with-block ends."""
 
-    graph: Graph
+    @property
+    def graph(self) -> Graph: ...
 
 
 class HostRing(Protocol):
     """uint64 words in host memory that a kernel can write and the host can read without synchronising."""
 
-    words: np.ndarray[Any, np.dtype[np.uint64]]
-    buffer: Buffer
+    @property
+    def words(self) -> np.ndarray[Any, np.dtype[np.uint64]]: ...
+
+    @property
+    def buffer(self) -> Buffer: ...
 
 
 class Device(Protocol):
@@ -84,7 +88,10 @@ class Device(Protocol):
     driver: str  # for people: "CUDA driver 13.0", "SIMT simulator, g++ 12.2"
     sm_count: int
     smem_per_block: int  # opt-in limit, bytes
-    host_syncs: int  # times the host has waited for this device
+
+    @property
+    def host_syncs(self) -> int:
+        """Times the host has waited for this device."""
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Buffer: ...
 

@@ -23,8 +23,8 @@ class Gemm:
     def _launch(
         self, dev: Device, op: str, columns: int, a: Buffer, linears: list[Linear], args: list[Arg], dims: list[int]
     ) -> None:
-        """`columns`: of the output in units of the kernel's tile, already divided; `dims` follow the pointers as int32."""
-        T, K = a.shape
+        """`columns`: of blocks; `dims` follow the pointers as int32."""
+        T = a.shape[0]
         for w in linears:
             check_linear(w, self.fp8)
         check_buffer(a, (T, linears[0].K), BF16, "a")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qwen_raw.device import BF16, F32, Buffer, Device
+from qwen_raw.device import BF16, F32, Arg, Buffer, Device
 from qwen_raw.errors import require
 from qwen_raw.kernels.linear import check_buffer
 
@@ -27,5 +27,5 @@ def rmsnorm_split(dev: Device, hi: Buffer, lo: Buffer, h: Buffer, g: Buffer, eps
     check_buffer(lo, (T, D), BF16, "lo")
     check_buffer(h, (T, D), F32, "h")
     check_buffer(g, (D,), BF16, "g")
-    args = [hi, lo, h, g, np.int32(D), np.float32(eps)]
+    args: list[Arg] = [hi, lo, h, g, np.int32(D), np.float32(eps)]
     dev.launch(dev.kernel(STEM, "rmsnorm_split_f32"), (T, 1, 1), (256, 1, 1), args)
