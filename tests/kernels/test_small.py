@@ -7,8 +7,8 @@ import pytest
 from kernel_reference import POISON, assert_close, bf16_input, rmsnorm
 
 from loaders.dtypes import bf16_to_f32, quantize_rows_e4m3
-from loaders.synthetic import synthetic_e4m3 as host_e4m3
 from loaders.synthetic import synthetic_values as host_bf16
+from loaders.synthetic import synthetic_values_e4m3 as host_e4m3
 from qwen_raw.device import BF16, E4M3, F32
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.norm import rmsnorm as device_rmsnorm
