@@ -1,0 +1,104 @@
+"""What all commands share on the command line: one-line errors, both spellings of a flag, sizes such as 4k."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from qwen_raw.errors import UsageError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UsageErrors: one line instead of a usage text."""
+
+    def __init__(self, prog: str | None = None, **kwargs: object) -> None:
+        super().__init__(
+            prog=prog,
+            allow_abbrev=False,  # an abbreviation that works today is ambiguous after the next flag
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **kwargs,  # type: ignore[arg-type]
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def hyphenate(argv: Sequence[str]) -> list[str]:
+    """`--max_tokens=8` means `--max-tokens=8`: underscores in flag names, up to a lone `--`, become hyphens."""
+    out = list(argv)
+    for index, word in enumerate(out):
+        if word == "--":
+            break
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            out[index] = name.replace("_", "-") + equals + value
+    return out
+
+
+def count(text: str) -> int:
+    """A whole number, with k (times 1024) if wanted: 4k is 4096."""
+    match = re.fullmatch(r"(-?\d+)(k?)", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 4096 or 4k")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+def positive(text: str) -> int:
+    """A `count` of at least 1."""
+    value = count(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, where it runs and how: the same for every command that loads one."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-m",
+        "--model",
+        help="folder in Hugging Face layout, or random:SIZE, 0.5b … 72b, for synthetic weights "
+        "(default: the built-in tiny-shakespeare)",
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu", "sim"),
+        default="auto",
+        help="auto: a GPU if there is one, else the CPU; sim: the GPU's kernels simulated on the CPU (slow)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "bf16", "fp8"),
+        default="auto",
+        help="weights of the linears; auto: as the checkpoint has them",
+    )
+    group.add_argument(
+        "--tp",
+        "--tensor-parallel-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="GPUs to split the model over (default 1)",
+    )
+    group.add_argument(
+        "-c",
+        "--max-model-len",
+        "--ctx-size",
+        type=positive,
+        metavar="N",
+        help="longest sequence, prompt included (4k = 4096); default: the model's context, at most 32768",
+    )
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """How much to tell on stderr, and in what form the result comes."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the text")
+    group.add_argument("--stats", action="store_true", help="print the stats line even with --quiet")
+    level = group.add_mutually_exclusive_group()
+    level.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
+    level.add_argument("-v", "--verbose", action="store_true", help="say more about the model on stderr")

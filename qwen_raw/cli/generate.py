@@ -1,0 +1,139 @@
+"""`qwen-raw generate`: complete a prompt, or answer one through the chat template."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from qwen_raw.cli.arguments import EXIT_INTERRUPTED, Parser, add_model_arguments, add_output_arguments, count
+from qwen_raw.cli.report import describe, report, summary
+from qwen_raw.cli.status import Status
+from qwen_raw.engine import SamplingParams, TextStream, load
+from qwen_raw.errors import UsageError
+
+DESCRIPTION = """Complete a prompt. The text goes to stdout as it is made, everything else to stderr."""
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command to `qwen-raw`."""
+    parser = commands.add_parser("generate", help="complete a prompt", description=DESCRIPTION)
+    parser.set_defaults(run=run)
+    prompt = parser.add_argument_group("prompt (one of these)")
+    prompt.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input")
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the same as a flag")
+    prompt.add_argument(
+        "-f", "--prompt-file", "--file", metavar="FILE", help="read it from a file, without the newline at its end"
+    )
+    chat = parser.add_argument_group("chat")
+    chat.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="put the prompt through the chat template; default: if the checkpoint has one",
+    )
+    chat.add_argument("--system", metavar="TEXT", help="system message, for --chat")
+    sampling = parser.add_argument_group("sampling (defaults: the checkpoint's generation_config.json, else greedy)")
+    sampling.add_argument(
+        "-n",
+        "--max-tokens",
+        type=count,
+        default=128,
+        metavar="N",
+        help="generate at most N tokens (default 128; -1: as many as the context holds)",
+    )
+    sampling.add_argument("--temp", "--temperature", dest="temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument(
+        "-s", "--seed", type=int, metavar="N", help="of the random draws; default: a fresh one, which is printed"
+    )
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    add_model_arguments(parser)
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, generate, report; 0, or 130 if interrupted."""
+    status = Status(quiet=args.quiet, verbose=args.verbose)
+    prompt = _prompt(args)
+    _override(SamplingParams(), args)  # refuses values that make no sense before a model is loaded for them
+    with status.loading() as progress:
+        engine = load(
+            args.model,
+            device=args.device,
+            tp=args.tp,
+            dtype=args.dtype,
+            max_model_len=args.max_model_len,
+            progress=progress,
+        )
+    with engine:
+        chat = engine.has_chat_template if args.chat is None else args.chat
+        if args.system is not None and not chat:
+            raise UsageError("--system needs --chat: without the chat template there is no place for a system message")
+        ids = engine.encode_chat(prompt, args.system) if chat else engine.encode(prompt)
+        stream = engine.stream(ids, _override(engine.default_params(), args))
+        describe(engine, stream.request, status, chat=chat)
+        _write(stream, show=not args.json)
+        completion = stream.completion()
+        if args.json:
+            print(json.dumps(report(engine, stream.request, completion), ensure_ascii=False), flush=True)
+        status.line(summary(completion), force=args.stats)
+    return EXIT_INTERRUPTED if completion.finish_reason == "interrupted" else 0
+
+
+def _override(defaults: SamplingParams, args: argparse.Namespace) -> SamplingParams:
+    """`defaults` with what the command line says."""
+    return replace(
+        defaults,
+        max_tokens=None if args.max_tokens == -1 else args.max_tokens,
+        temperature=defaults.temperature if args.temperature is None else args.temperature,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    """The prompt, from the one place that the command line names."""
+    sources = [source for source in (args.text, args.prompt, args.prompt_file) if source is not None]
+    if not sources:
+        raise UsageError('no prompt: give -p "TEXT", -f FILE, or - to read standard input')
+    if len(sources) > 1:
+        raise UsageError("more than one prompt: give only one of PROMPT, -p and -f")
+    if sources[0] == "-":
+        return _text(sys.stdin.buffer.read(), "standard input")
+    if args.prompt_file is None:
+        return str(sources[0])
+    try:
+        return _text(Path(args.prompt_file).read_bytes(), args.prompt_file)
+    except OSError as error:
+        raise UsageError(f"cannot read the prompt file {args.prompt_file}: {error.strerror}") from error
+
+
+def _text(data: bytes, where: str) -> str:
+    """UTF-8 without its last newline, which the writer of a file or of `echo` did not mean as part of the prompt."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt in {where} is not UTF-8 (byte {error.start})") from error
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _write(stream: TextStream, *, show: bool) -> None:
+    """Run the generation, printing pieces as they come if `show`. Ctrl-C and a closed pipe end it early."""
+
+    def put(piece: str) -> None:
+        if show:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    try:
+        for piece in stream:
+            put(piece)
+    except KeyboardInterrupt:
+        put(stream.interrupt())
+    if show and sys.stdout.isatty():
+        put("\n")  # so that the shell's next prompt starts on a line of its own

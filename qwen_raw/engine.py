@@ -1,0 +1,299 @@
+"""The engine: a checkpoint, a tokenizer and a runner behind one small interface. Start at `load`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from loaders.chat_template import encode_chat
+from loaders.checkpoint import Checkpoint
+from loaders.config_json import read_json
+from loaders.resolve import open_model, open_tokenizer
+from loaders.tokenizer import Tokenizer
+from qwen_raw.config import ModelConfig
+from qwen_raw.device import Device
+from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.generation.runner import Progress, Runner
+from qwen_raw.generation.sampling import SamplingParams
+from qwen_raw.generation.stream import Completion, Request, TextStream
+from qwen_raw.observe.stats import Stats, Stopwatch
+from qwen_raw.reference import ReferenceRunner
+
+__all__ = ["Completion", "Engine", "SamplingParams", "TextStream", "load"]
+
+DeviceName = Literal["auto", "cuda", "cpu", "sim"]
+DType = Literal["auto", "bf16", "fp8"]
+Prompt = str | Sequence[int]
+
+DEFAULT_MAX_MODEL_LEN = 32768  # bounds the KV cache of models with a longer context, unless more is asked for
+
+
+def load(
+    model: str | None = None,
+    device: str = "auto",
+    tp: int = 1,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> Engine:
+    """Load a model and make it ready to generate.
+
+    model: a folder in Hugging Face layout, "random:7b" (or another size: synthetic weights), a built-in model's name,
+      or None for the built-in tiny-shakespeare.
+    device: "cuda"; "cpu", the NumPy reference; "sim", the GPU's kernels simulated on the CPU; "auto" is "cuda" where
+      there is a usable GPU and "cpu" elsewhere.
+    tp: tensor-parallel degree; this version runs 1.
+    dtype: of the layers' linears. "auto": as stored (fp16 and fp32 become bf16); "fp8" rounds a bf16 checkpoint to
+      e4m3 on loading. "bf16" of an fp8 checkpoint is refused: it would double the memory and restore nothing.
+    max_model_len: the longest sequence, prompt included; by default the model's context, at most 32768.
+
+    Raises UsageError for a request that cannot be met, QwenRawError for a failure on the way.
+    """
+    begin = perf_counter()
+    _check_choice("device", device, get_args(DeviceName))
+    _check_choice("dtype", dtype, get_args(DType))
+    checkpoint = open_model(model, cast(DType, dtype))
+    _check_tp(tp, checkpoint.config)
+    stored = checkpoint.dtype
+    if dtype == "bf16" and stored == "fp8":
+        raise UsageError(
+            f"{checkpoint.config.name} is stored as fp8: dtype bf16 would restore nothing, use auto or fp8"
+        )
+    length = _context(max_model_len, checkpoint.config)
+    tokenizer = open_tokenizer(checkpoint)
+    kind, opened, notes = _open_device(cast(DeviceName, device))
+    text_vocab = min(tokenizer.vocab_size, checkpoint.config.V)
+    runner = _runner(opened, checkpoint, stored if dtype == "auto" else dtype, length, text_vocab, progress)
+    return Engine(
+        runner,
+        checkpoint,
+        tokenizer,
+        device=kind,
+        load_s=perf_counter() - begin,
+        notes=(*checkpoint.notes, *notes),
+    )
+
+
+class Engine:
+    """One loaded model. A context manager: leaving it frees everything it took.
+
+    It runs one generation at a time: a new request ends one that is still under way.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        *,
+        device: Literal["cuda", "cpu", "sim"],
+        load_s: float,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        """`notes`: lines that a user should see. Engines are made by `load`."""
+        self.runner = runner
+        self.config = checkpoint.config
+        self.checkpoint = checkpoint
+        self.tokenizer = tokenizer
+        self.device = device
+        self.tp = 1
+        self.load_s = load_s
+        self.notes = notes
+        end = tokenizer.special_tokens.get("<|im_end|>")  # ends a turn, whatever the config calls EOS
+        self.eos_ids = frozenset(checkpoint.config.eos_ids) | ({end} if end is not None else frozenset())
+        self.has_chat_template = _has_chat_template(checkpoint)
+        self._active: TextStream | None = None
+
+    def default_params(self) -> SamplingParams:
+        """Sampling as generation_config.json has it: its temperature if it says do_sample, else greedy."""
+        said = self.checkpoint.generation
+        temperature = (1.0 if said.temperature is None else said.temperature) if said.do_sample else 0.0
+        return SamplingParams(temperature=temperature)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text to complete; control tokens written out in it count as such."""
+        if not text:
+            raise UsageError("the prompt is empty")
+        return self.tokenizer.encode(text)
+
+    def encode_chat(self, prompt: str, system: str | None = None) -> list[int]:
+        """Token ids of one user message in the chat template; `system` None leaves that turn to the template."""
+        if not prompt:
+            raise UsageError("the prompt is empty")
+        messages: list[Mapping[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        path = self.checkpoint.path if self.has_chat_template else None
+        return encode_chat(self.tokenizer, path, [*messages, {"role": "user", "content": prompt}])
+
+    def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits [T, V] float32 after each of the T ids, teacher-forced."""
+        self._supersede()
+        return self.runner.logits(self._checked(ids))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
+        """Start a generation; iterate over the result for pieces of text. `params` None: `default_params()`.
+
+        A wrong prompt is refused here, not at the first piece.
+        """
+        watch = Stopwatch()
+        request = self._request(prompt, params)
+        self._supersede()
+        runner, syncs = self.runner, self.runner.host_syncs
+        ids = runner.generate(
+            request.ids,
+            max_tokens=request.max_tokens,
+            temperature=request.params.temperature,
+            seed=request.seed or 0,
+        )
+
+        def measure(tokens: int) -> Stats:
+            return Stats(
+                prompt_tokens=len(request.ids),
+                completion_tokens=tokens,
+                prompt_s=watch.prompt_s,
+                decode_s=watch.decode_s,
+                bytes_per_token=runner.bytes_per_token,
+                read_ceiling=runner.read_ceiling,
+                host_syncs=runner.host_syncs - syncs,
+                peak_bytes=runner.peak_bytes,
+                logits_hash=runner.logits_hash if tokens else None,
+            )
+
+        self._active = TextStream(
+            request,
+            ids,
+            decoder=self.tokenizer.stream(),
+            eos_ids=frozenset() if request.params.ignore_eos else self.eos_ids,
+            watch=watch,
+            measure=measure,
+        )
+        return self._active
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """Generate to the end. An exception on the way (Ctrl-C too) propagates."""
+        stream = self.stream(prompt, params)
+        for _ in stream:
+            pass
+        return stream.completion()
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        params = params or self.default_params()
+        ids = self._checked(self.encode(prompt) if isinstance(prompt, str) else prompt)
+        room = self.runner.max_model_len - len(ids)
+        seed = None
+        if params.temperature > 0:
+            seed = secrets.randbits(32) if params.seed is None else params.seed
+        return Request(ids, params, room if params.max_tokens is None else min(params.max_tokens, room), seed)
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        """`ids` as a list of plain integers; UsageError if there is none, too many, or one without text."""
+        if len(ids) == 0:
+            raise UsageError("the prompt is empty")
+        limit = self.runner.max_model_len
+        if len(ids) > limit:
+            raise UsageError(f"the prompt has {len(ids)} tokens, more than the {limit} of max_model_len")
+        for token in ids:
+            if not 0 <= token < self.runner.text_vocab:
+                raise UsageError(f"token id {token} is outside 0…{self.runner.text_vocab - 1}")
+        return [int(token) for token in ids]
+
+    def _supersede(self) -> None:
+        """End a generation under way: its KV cache is about to be another's."""
+        if self._active is not None:
+            self._active.interrupt()
+            self._active = None
+
+    def close(self) -> None:
+        """Free the device; closing twice is harmless."""
+        self._supersede()
+        self.runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} {value!r} is not one of {', '.join(choices)}")
+
+
+def _check_tp(tp: int, config: ModelConfig) -> None:
+    legal = config.legal_tp()
+    if tp not in legal:
+        fits = " or ".join(filter(None, (", ".join(map(str, legal[:-1])), str(legal[-1]))))
+        raise UsageError(f"tp {tp} does not fit {config.name}'s {config.H} query and {config.KV} KV heads: use {fits}")
+    if tp > 1:
+        raise UsageError(f"tp {tp} is legal for {config.name}, but this version runs on one GPU: use tp 1")
+
+
+def _context(wanted: int | None, config: ModelConfig) -> int:
+    """Positions to make room for. The config's max_position has YaRN's factor in it already."""
+    if wanted is None:
+        return min(config.max_position, DEFAULT_MAX_MODEL_LEN)
+    if not 1 <= wanted <= config.max_position:
+        raise UsageError(f"max_model_len {wanted} is not from 1 to {config.max_position}, the context of {config.name}")
+    return wanted
+
+
+def _open_device(wanted: DeviceName) -> tuple[Literal["cuda", "cpu", "sim"], Device | None, tuple[str, ...]]:
+    """(what it is, the device or None for NumPy, notes). The CUDA packages are imported only where they are wanted."""
+    if wanted == "cpu":
+        return "cpu", None, ()
+    if wanted == "sim":
+        from qwen_raw.simt.device import SimDevice
+
+        return "sim", SimDevice(), ("the kernels are simulated on the CPU: this is slow",)
+    try:
+        from qwen_raw.driver.device import CudaDevice
+
+        return "cuda", CudaDevice(0), ()
+    except QwenRawError as error:
+        if wanted == "cuda":
+            raise
+        # a machine without a GPU is no news to its owner; a GPU that cannot be used is
+        return "cpu", None, () if isinstance(error, UsageError) else (f"the GPU cannot be used: {error}",)
+
+
+def _runner(
+    device: Device | None,
+    checkpoint: Checkpoint,
+    dtype: str,
+    max_model_len: int,
+    text_vocab: int,
+    progress: Progress | None,
+) -> Runner:
+    """Move the weights to where they will be used. A device whose runner cannot be made is closed."""
+    if device is None:
+        return ReferenceRunner(
+            checkpoint, dtype=dtype, max_model_len=max_model_len, text_vocab=text_vocab, progress=progress
+        )
+    from qwen_raw.model.runner import DeviceRunner
+
+    try:
+        return DeviceRunner(
+            device, checkpoint, dtype=dtype, max_model_len=max_model_len, text_vocab=text_vocab, progress=progress
+        )
+    except BaseException:
+        device.close()
+        raise
+
+
+def _has_chat_template(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint's folder brings a chat template, as models that were taught to chat do."""
+    folder = checkpoint.path
+    if folder is None:
+        return False
+    config = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").exists() or (
+        config.exists() and bool(read_json(config).get("chat_template"))
+    )

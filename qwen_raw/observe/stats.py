@@ -1,0 +1,106 @@
+"""What one generation cost, and how it is told: one line for people, one object for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Measurements of one generation. Seconds are wall-clock; None means that there was nothing to measure.
+
+    prompt_s: from the request to the first chosen id (time to first token, tokenising included).
+    decode_s: from the first chosen id to the last, the consumer's own time between them included.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_s: float | None
+    decode_s: float | None
+    bytes_per_token: int  # weights that one decode step reads
+    read_ceiling: float | None  # bytes/s, where measured
+    host_syncs: int  # during this generation
+    peak_bytes: int
+    logits_hash: int | None  # of the step that chose the last id
+
+    @property
+    def prompt_tps(self) -> float | None:
+        """Prompt tokens per second of time to first token."""
+        return self.prompt_tokens / self.prompt_s if self.prompt_s else None
+
+    @property
+    def decode_tps(self) -> float | None:
+        """(n - 1) / (t_last - t_first): the first token belongs to the prompt."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s else None
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        """Weight bytes read per second while decoding."""
+        return self.bytes_per_token * self.decode_tps if self.decode_tps is not None else None
+
+    def line(self) -> str:
+        """One line: TTFT, tok/s and how it is reckoned, GB/s, host syncs, logits hash."""
+        parts = [f"TTFT {_number(self.prompt_s, 1e3)} ms for {self.prompt_tokens} tokens"]
+        if self.decode_tps is not None and self.decode_s is not None:
+            after = self.completion_tokens - 1
+            parts.append(f"{self.decode_tps:.1f} tok/s ({after} after the first in {self.decode_s:.3f} s)")
+        else:
+            parts.append(f"{self.completion_tokens} generated, too few for tok/s")
+        if self.read_bytes_per_s is not None:
+            share = (
+                f" ({self.read_bytes_per_s / self.read_ceiling:.0%} of the read ceiling)" if self.read_ceiling else ""
+            )
+            parts.append(f"{self.read_bytes_per_s / 1e9:.1f} GB/s of weights{share}")
+        parts.append(f"host syncs {self.host_syncs}")
+        parts.append("logits -" if self.logits_hash is None else f"logits {self.logits_hash:08x}")
+        return " · ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers under the names of the JSON report; the logits hash as eight hexadecimal digits."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_s": self.prompt_s,
+            "decode_s": self.decode_s,
+            "prompt_tps": self.prompt_tps,
+            "decode_tps": self.decode_tps,
+            "bytes_per_token": self.bytes_per_token,
+            "read_bytes_per_s": self.read_bytes_per_s,
+            "host_syncs": self.host_syncs,
+            "peak_bytes": [self.peak_bytes],  # per rank
+            "logits_hash": None if self.logits_hash is None else f"{self.logits_hash:08x}",
+        }
+
+
+class Stopwatch:
+    """Times of one generation: made at the request, ticked at every id."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self._begin = clock()
+        self._first: float | None = None
+        self._last: float | None = None
+
+    def tick(self) -> None:
+        """An id has been chosen."""
+        self._last = self._clock()
+        if self._first is None:
+            self._first = self._last
+
+    @property
+    def prompt_s(self) -> float | None:
+        return None if self._first is None else self._first - self._begin
+
+    @property
+    def decode_s(self) -> float | None:
+        """None unless two ids have been chosen."""
+        if self._first is None or self._last is None or self._last <= self._first:
+            return None
+        return self._last - self._first
+
+
+def _number(value: float | None, scale: float) -> str:
+    return "-" if value is None else f"{value * scale:.1f}"
