@@ -21,6 +21,8 @@ from qwen_raw.config import GenerationDefaults, ModelConfig
 from qwen_raw.errors import QwenRawError, UsageError
 
 FLOATS = ("BF16", "F16", "F32")
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", "_proj.output_scale")
+KNOWN_UNUSED = (".input_scale", ".rotary_emb.inv_freq")  # nothing is lost without them
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -131,7 +133,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         quant=quant,
         path=folder,
         unused=unused,
-        notes=_notes(found, config, quant),
+        notes=_notes(found, config, unused),
     )
 
 
@@ -172,7 +174,7 @@ def _select(
     found: dict[str, Tensor], config: ModelConfig, quant: QuantFormat | None, folder: Path
 ) -> dict[str, Tensor]:
     """The tensors the model needs, with FP8 scales; each checked for presence, shape and dtype."""
-    quantised = set() if quant is None else {f"{module}.weight" for module in (*linear_shapes(config), "lm_head")}
+    quantised = set() if quant is None else {f"{module}.weight" for module in linear_shapes(config)}
     chosen: dict[str, Tensor] = {}
     for name, shape in tensor_shapes(config).items():
         allowed = (*FLOATS, "F8_E4M3") if name in quantised else FLOATS
@@ -203,12 +205,13 @@ def _take(
     if shape is not None and tensor.shape != shape:
         raise QwenRawError(f"{folder}: tensor {name} has shape {list(tensor.shape)}, config.json implies {list(shape)}")
     if tensor.dtype not in allowed:
-        hint = " (config.json has no quantization_config)" if tensor.dtype == "F8_E4M3" else ""
+        fp8 = "; F8_E4M3 is read where config.json has a quantization_config, and only for the layers' linears"
+        hint = fp8 if tensor.dtype == "F8_E4M3" else ""
         raise QwenRawError(f"{folder}: tensor {name} is {tensor.dtype}, expected {' or '.join(allowed)}{hint}")
     return tensor
 
 
-def _notes(found: dict[str, Tensor], config: ModelConfig, quant: QuantFormat | None) -> tuple[str, ...]:
+def _notes(found: dict[str, Tensor], config: ModelConfig, unused: tuple[str, ...]) -> tuple[str, ...]:
     """What a user should know of tensors that are in the files and not used."""
     notes: list[str] = []
     head = found.get(HEAD)
@@ -217,8 +220,13 @@ def _notes(found: dict[str, Tensor], config: ModelConfig, quant: QuantFormat | N
         same = head.dtype == embedding.dtype and np.array_equal(head.raw, embedding.raw)
         if not same:
             notes.append(f"{HEAD} differs from the embedding and is ignored, because tie_word_embeddings is true")
-    if quant is not None and any(name.endswith((".k_scale", ".v_scale", ".kv_scale")) for name in found):
+    if any(name.endswith(KV_SCALES) for name in unused):
         notes.append("the checkpoint's KV cache scales are ignored: the cache is kept in bf16")
+    strange = [name for name in unused if name != HEAD and not name.endswith((*KV_SCALES, *KNOWN_UNUSED))]
+    if strange:
+        notes.append(
+            f"{len(strange)} tensors in the files are not used: {', '.join(strange[:3])}{', …' * (len(strange) > 3)}"
+        )
     return tuple(notes)
 
 

@@ -1,7 +1,7 @@
 """Number formats that NumPy lacks: bfloat16 as uint16 bits, float8 e4m3fn as uint8 bits.
 
 Every function takes an array of any shape and returns a new array of that shape. Long arrays go through in chunks, so
-that the temporaries stay a few MB beside an operand of gigabytes.
+that the temporaries stay small beside an operand of gigabytes.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ U16 = npt.NDArray[np.uint16]
 U8 = npt.NDArray[np.uint8]
 
 E4M3_MAX = 448.0  # 0x7E; e4m3fn has no infinity, 0x7F and 0xFF are its NaNs
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16  # elements: a few temporaries of this size fit in a core's cache
 
 
 def _by_chunks(src: npt.NDArray[Any], out: npt.NDArray[Any], convert: Callable[[Any], Any]) -> None:
@@ -44,10 +44,16 @@ def f32_to_bf16(x: F32) -> U16:
 
 def _f32_to_bf16(x: F32) -> U16:
     u = x.view(np.uint32)
-    rounded = (u + (((u >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
-    # Rounding would carry a NaN such as 0x7F800001 down to infinity; setting the quiet bit keeps it a NaN.
-    quiet = (u >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(np.isnan(x), quiet, rounded).astype(np.uint16)
+    rounded = u >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += u
+    rounded >>= np.uint32(16)
+    out = rounded.astype(np.uint16)
+    nan = np.isnan(x)
+    if nan.any():  # rounding takes a NaN such as 0x7F800001 to infinity; the quiet bit keeps it a NaN
+        out[nan] = (u[nan] >> np.uint32(16)) | np.uint32(0x40)
+    return out
 
 
 def f16_to_f32(bits: U16) -> F32:
@@ -89,7 +95,9 @@ def _f32_to_e4m3(x: F32) -> U8:
     anchor = np.float32(2.0**14)
     subnormal = (magnitude + anchor).view(np.uint32) - anchor.view(np.uint32)
     code = np.where(magnitude < np.float32(2.0**-6), subnormal, normal) | ((u >> np.uint32(24)) & np.uint32(0x80))
-    return np.where(np.isnan(x), np.uint32(0x7F), code).astype(np.uint8)
+    out = code.astype(np.uint8)
+    out[np.isnan(x)] = 0x7F
+    return out
 
 
 def quantize_rows_e4m3(w: F32) -> tuple[U8, F32]:

@@ -30,7 +30,7 @@ from loaders.tensor import SyntheticSource, Tensor
 from qwen_raw.config import GenerationDefaults, ModelConfig
 from qwen_raw.errors import UsageError
 
-_CHUNK = 1 << 20  # divides 2^32: the upper half of the index is constant in a chunk
+_CHUNK = 1 << 16  # divides 2^32: the upper half of the index is constant in a chunk
 _BF16_ONE = 0x3F80
 
 

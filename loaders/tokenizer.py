@@ -1,8 +1,8 @@
 """Text ↔ token ids: byte-level BPE through the `tokenizers` package, and a stand-in for models without a tokenizer.
 
 Decoding is done on bytes: a token stands for some bytes of UTF-8, often for a part of a character. The bytes of all
-tokens are joined and decoded with U+FFFD for what is malformed, whether at once (`decode`) or piece by piece (`stream`),
-so that both give the same text.
+tokens are joined and decoded with U+FFFD for what is malformed, whether at once (`decode`) or piece by piece
+(`stream`), so that both give the same text.
 """
 
 import codecs
