@@ -104,15 +104,13 @@ class ReferenceModel:
                 f"the KV cache holds {cache.capacity} positions, {cache.length + len(ids)} were asked for"
             )
         rows: list[F32] = []
-        for start in range(0, len(ids), CHUNK):
-            chunk = np.asarray(ids[start : start + CHUNK], dtype=np.int64)
-            x = self._layers(chunk, cache)
-            if last_only:
-                rows = [x[-1:]]
-            else:
-                rows.append(x)
-        x = self._store(_rms_norm(np.concatenate(rows), self.final_norm, self.config.rms_eps))
-        logits: F32 = x @ self.head.T
+        # damaged weights make infinities and NaNs that reach the logits, where `choose` refuses them: no warnings here
+        with np.errstate(over="ignore", invalid="ignore"):
+            for start in range(0, len(ids), CHUNK):
+                x = self._layers(np.asarray(ids[start : start + CHUNK], dtype=np.int64), cache)
+                rows = [x[-1:]] if last_only else [*rows, x]
+            x = self._store(_rms_norm(np.concatenate(rows), self.final_norm, self.config.rms_eps))
+            logits: F32 = x @ self.head.T
         return logits
 
     def _layers(self, ids: npt.NDArray[np.int64], cache: KVCache) -> F32:
@@ -269,8 +267,7 @@ def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
 
 
 def _silu(x: F32) -> F32:
-    with np.errstate(over="ignore"):  # exp(-x) = inf gives x / inf = -0, which is right
-        activated: F32 = x / (1 + np.exp(-x))
+    activated: F32 = x / (1 + np.exp(-x))  # where exp(-x) overflows to inf, x / inf = -0 is right
     return activated
 
 

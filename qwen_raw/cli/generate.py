@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qwen_raw.cli.arguments import EXIT_INTERRUPTED, Parser, add_model_arguments, add_output_arguments, count
 from qwen_raw.cli.report import describe, report, summary
-from qwen_raw.cli.status import Status
+from qwen_raw.cli.status import Status, discard_stdout
 from qwen_raw.engine import SamplingParams, TextStream, load
 from qwen_raw.errors import UsageError
 
@@ -76,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
         ids = engine.encode_chat(prompt, args.system) if chat else engine.encode(prompt)
         stream = engine.stream(ids, _override(engine.default_params(), args))
         describe(engine, stream.request, status, chat=chat)
-        _write(stream, show=not args.json)
+        code = _write(stream, show=not args.json)
         completion = stream.completion()
         if args.json:
             print(json.dumps(report(engine, stream.request, completion), ensure_ascii=False), flush=True)
         status.line(summary(completion), force=args.stats)
-    return EXIT_INTERRUPTED if completion.finish_reason == "interrupted" else 0
+    return code
 
 
 def _override(defaults: SamplingParams, args: argparse.Namespace) -> SamplingParams:
@@ -122,18 +122,28 @@ def _text(data: bytes, where: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _write(stream: TextStream, *, show: bool) -> None:
-    """Run the generation, printing pieces as they come if `show`. Ctrl-C and a closed pipe end it early."""
+def _write(stream: TextStream, *, show: bool) -> int:
+    """Run the generation, printing pieces as they come if `show`; the exit code.
+
+    Ctrl-C ends it early, and so does a reader of our output that has seen enough (`| head`), which is no failure.
+    """
 
     def put(piece: str) -> None:
         if show:
             sys.stdout.write(piece)
             sys.stdout.flush()
 
+    code = 0
     try:
-        for piece in stream:
-            put(piece)
-    except KeyboardInterrupt:
-        put(stream.interrupt())
-    if show and sys.stdout.isatty():
-        put("\n")  # so that the shell's next prompt starts on a line of its own
+        try:
+            for piece in stream:
+                put(piece)
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+            put(stream.interrupt())
+        if show and sys.stdout.isatty():
+            put("\n")  # so that the shell's next prompt starts on a line of its own
+    except BrokenPipeError:
+        discard_stdout()
+        stream.interrupt()
+    return code

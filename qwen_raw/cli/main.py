@@ -5,10 +5,11 @@ Exit codes: 0 done; 1 it failed; 2 the request was wrong; 130 interrupted.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+from qwen_raw.cli.status import discard_stdout
 
 
 def entry() -> NoReturn:
@@ -17,8 +18,7 @@ def entry() -> NoReturn:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has seen enough. Python would complain when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()  # the reader of our output has seen enough
         code = 0
     except KeyboardInterrupt:
         code = _complain("interrupted", 130)
@@ -46,12 +46,16 @@ def _dispatch(argv: Sequence[str]) -> int:
     from qwen_raw import __version__
     from qwen_raw.cli import devices, generate
     from qwen_raw.cli.arguments import Parser, hyphenate
+    from qwen_raw.errors import UsageError
 
     parser = Parser(prog="qwen-raw", description="Qwen2-architecture inference from hand-written CUDA kernels.")
     parser.add_argument("--version", action="version", version=f"qwen-raw {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     for command in (generate, devices):
         command.add_parser(commands)
+    if argv and argv[0] not in (*commands.choices, "-h", "--help", "--version"):
+        known = ", ".join(commands.choices)
+        raise UsageError(f"{argv[0]!r} is not a command: begin with one of {known} (see qwen-raw --help)")
     try:
         args = parser.parse_args(hyphenate(argv))
     except SystemExit as stop:  # argparse ends --help and --version so

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from qwen_raw.generation.runner import Progress
+if TYPE_CHECKING:  # NumPy behind it takes a while to import, and `main` needs this module before anything else
+    from qwen_raw.generation.runner import Progress
 
 
 class Status:
@@ -46,3 +49,8 @@ class Status:
                 bar.update(tasks[stage], completed=done, total=total)
 
             yield report
+
+
+def discard_stdout() -> None:
+    """After a BrokenPipeError: send what is still buffered nowhere, or Python complains when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
