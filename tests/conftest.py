@@ -1,37 +1,57 @@
-"""Fixtures of every test: one GPU for the session where there is one, and a reason to skip where there is none."""
+"""Fixtures of every test: the GPU, where there is one, and a reason to skip where there is none."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from qwen_raw.errors import QwenRawError
+if TYPE_CHECKING:
+    from qwen_raw.driver.device import CudaDevice
 
 
-def _open_gpu() -> tuple[Any, str]:
-    """(device, "") or (None, why not)."""
-    try:
-        from qwen_raw.driver.device import CudaDevice
+@functools.cache
+def _gpus() -> tuple[int, str]:
+    """(number of usable GPUs, why there are none)."""
+    from qwen_raw.driver.probe import probe
 
-        return CudaDevice(0), ""
-    except (ImportError, QwenRawError) as error:
-        return None, str(error)
+    machine = probe()
+    return len(machine.gpus), machine.problem or "no GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _gpus()[0]:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=_gpus()[1]))
 
 
 @pytest.fixture(scope="session")
-def _gpu() -> Iterator[tuple[Any, str]]:
-    device, why = _open_gpu()
-    yield device, why
-    if device is not None:
-        device.close()
+def _open_gpu() -> Iterator[CudaDevice]:
+    count, problem = _gpus()
+    if not count:
+        pytest.skip(problem)
+    from qwen_raw.driver.device import CudaDevice
+
+    with CudaDevice(0) as device:
+        yield device
 
 
 @pytest.fixture
-def cuda_device(_gpu: tuple[Any, str]) -> Any:
-    """The first GPU; the test is skipped where there is none."""
-    device, why = _gpu
-    if device is None:
-        pytest.skip(f"needs an NVIDIA GPU: {why}")
-    return device
+def cuda_device(_open_gpu: CudaDevice) -> Iterator[CudaDevice]:
+    """GPU 0, idle before and after the test; opened once, because tests must not depend on a fresh one."""
+    yield _open_gpu
+    _open_gpu.synchronize()
+
+
+@pytest.fixture
+def second_cuda_device() -> Iterator[CudaDevice]:
+    """GPU 1, opened for this test."""
+    if _gpus()[0] < 2:
+        pytest.skip("needs two GPUs")
+    from qwen_raw.driver.device import CudaDevice
+
+    with CudaDevice(1) as device:
+        yield device

@@ -17,6 +17,20 @@ _ABSENT = {
     "CUDA_ERROR_STUB_LIBRARY": "libcuda.so is the toolkit's stub, there is no NVIDIA driver",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the NVIDIA kernel module and libcuda.so are of different versions",
 }
+# After these the context is gone: every later call fails too, and what was allocated has gone with it.
+LOST = {
+    "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+}
 
 
 class DriverError(QwenRawError):
@@ -25,6 +39,11 @@ class DriverError(QwenRawError):
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
         self.name = name
+
+    @property
+    def lost(self) -> bool:
+        """Whether the GPU can no longer be used by this process, because a kernel failed."""
+        return self.name in LOST
 
 
 def bindings() -> Any:
@@ -72,7 +91,8 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 def failure(function: Callable[..., Any], args: tuple[Any, ...], status: Any) -> DriverError:
     """The error for a call whose status was not success."""
     shown = ", ".join(_short(arg) for arg in args)
-    return DriverError(f"{function.__name__}({shown}) failed: {_describe(bindings(), status)}", status.name)
+    why = " in a kernel that was queued earlier" if status.name in LOST else ""
+    return DriverError(f"{function.__name__}({shown}) failed: {_describe(bindings(), status)}{why}", status.name)
 
 
 def _describe(driver: Any, status: Any) -> str:

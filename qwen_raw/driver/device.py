@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -56,7 +57,7 @@ class CudaDevice:
         self.smem_per_block = context.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self.stream = Stream(context)
         self._pool = Pool(context)
-        self._kernels: dict[tuple[str, str], CudaKernel] = {}
+        self._kernels: dict[tuple[str, str, Path | None], CudaKernel] = {}
         self._rings: weakref.WeakSet[CudaHostRing] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[graph.CudaGraph] = weakref.WeakSet()
         self._peers: set[int] = set()
@@ -101,24 +102,25 @@ class CudaDevice:
         """A new event of this device."""
         return Event(self.context, timing=timing)
 
-    def kernel(self, stem: str, name: str) -> CudaKernel:
-        """The entry point `name` of cuda_src/`stem`.cu: compiled or taken from the cache, loaded whole.
+    def kernel(self, stem: str, name: str, source_root: Path | None = None) -> CudaKernel:
+        """The entry point `name` of `stem`.cu in cuda_src (or `source_root`): compiled or from the cache, loaded whole.
 
         Raises QwenRawError for a compile error (with file and line) or a name that the file does not have.
         """
-        found = self._kernels.get((stem, name))
+        key = (stem, name, source_root)
+        found = self._kernels.get(key)
         if found is None:
             self.context.not_capturing(f"loading {stem}.{name}")
-            found = self._kernels[stem, name] = self._load(stem, name)
+            found = self._kernels[key] = self._load(stem, name, source_root)
         return found
 
-    def _load(self, stem: str, name: str) -> CudaKernel:
+    def _load(self, stem: str, name: str, source_root: Path | None) -> CudaKernel:
         import cupy  # imported here: the CPU path works without it
 
-        path = nvrtc.build(stem, self.arch)
+        path = nvrtc.build(stem, self.arch, source_root=source_root)
         table = resources(path)
         if name not in table:
-            raise QwenRawError(f"cuda_src/{stem}.cu has no kernel {name}: it has {', '.join(sorted(table))}")
+            raise QwenRawError(f"{stem}.cu has no kernel {name}: it has {', '.join(sorted(table))}")
         entry = table[name]
         self.context.use()
         with cupy.cuda.Device(self.ordinal):
@@ -234,10 +236,18 @@ class CudaDevice:
         return int(free), int(total)
 
     def close(self) -> None:
-        """Frees all it gave out (graphs, buffers, rings) and gives the context back; a second call does nothing."""
+        """Frees all it gave out (graphs, buffers, rings) and gives the context back; a second call does nothing.
+
+        Raises DriverError if work that was still queued failed.
+        """
         if self.context.closed:
             return
-        self.synchronize()
+        try:
+            self.synchronize()
+        except DriverError:
+            self._pool.abandon()
+            self.context.closed = True
+            raise
         for captured in list(self._graphs):
             captured.close()
         for ring in list(self._rings):
@@ -250,5 +260,9 @@ class CudaDevice:
     def __enter__(self) -> CudaDevice:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except DriverError:
+            if kind is None:  # otherwise the block's own error says more
+                raise

@@ -68,6 +68,13 @@ class Pool:
         if self.context.captured is not None:
             self._late.append((ptr, host))
             return
+        try:
+            self._free_now(ptr, host)
+        except DriverError as error:
+            if not error.lost:  # lost: the memory went with the context, and whoever waits next is told why
+                raise
+
+    def _free_now(self, ptr: int, host: bool) -> None:
         driver = self.context.driver
         self.context.use()
         self.context.host_syncs += 1  # a free waits for the work that is queued
@@ -87,6 +94,12 @@ class Pool:
         late, self._late = self._late, []
         for ptr, host in late:
             self._free(ptr, host)
+
+    def abandon(self) -> None:
+        """Forgets everything: its context has been lost, and the memory with it."""
+        for allocation in list(self._live):
+            allocation.release.detach()
+        self._late.clear()
 
     def close(self) -> None:
         """Frees everything that is still allocated; buffers that outlive this are refused by name when used."""
