@@ -11,35 +11,35 @@ KERNEL_OCC(GEMM_THREADS, 2) void
 gemm_qkv_bf16(bf16* q,             // [T, H, HD]
               bf16* k_cache,       // [KV, max_len, HD] of this layer
               bf16* v_cache,       // [KV, max_len, HD]
-              const bf16* a,       // [T, K]
+              const uint16_t* a,   // [T, K] f16 bits
               const bf16* w,       // [(H + 2·KV)·HD, K]: Q rows, K rows, V rows
               const float* bias,   // [(H + 2·KV)·HD]
               const float2* rope,  // [max_len, HD/2] {cos, sin}
               int T, int H, int KV, int HD, int pos0, int max_len, int K) {
-  gemm_qkv<GemmBf16>(q, k_cache, v_cache, a, w, nullptr, bias, rope, T, H, KV, HD, pos0, max_len, K);
+  gemm_qkv<GemmBf16<OperandF16>>(q, k_cache, v_cache, a, w, nullptr, bias, rope, T, H, KV, HD, pos0, max_len, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void
 gemm_add_bf16(float* h,       // [T, N] residual stream, in place
-              const bf16* a,  // [T, K]
+              const uint16_t* a,  // [T, K] bf16 bits
               const bf16* w,  // [N, K]
               int T, int N, int K) {
-  gemm_f32<GemmBf16, true>(h, a, w, nullptr, T, N, K);
+  gemm_f32<GemmBf16<OperandBf16>, true>(h, a, w, nullptr, T, N, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void
 gemm_swiglu_bf16(bf16* act,           // [T, I]
-                 const bf16* a,       // [T, K]
+                 const uint16_t* a,   // [T, K] f16 bits
                  const bf16* w_gate,  // [I, K]
                  const bf16* w_up,    // [I, K]
                  int T, int I, int K) {
-  gemm_swiglu<GemmBf16>(act, a, w_gate, nullptr, w_up, nullptr, T, I, K);
+  gemm_swiglu<GemmBf16<OperandF16>>(act, a, w_gate, nullptr, w_up, nullptr, T, I, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void
 gemm_f32_bf16(float* c,       // [T, N]
-              const bf16* a,  // [T, K]
+              const uint16_t* a,  // [T, K] bf16 bits
               const bf16* w,  // [N, K]
               int T, int N, int K) {
-  gemm_f32<GemmBf16, false>(c, a, w, nullptr, T, N, K);
+  gemm_f32<GemmBf16<OperandBf16>, false>(c, a, w, nullptr, T, N, K);
 }

@@ -11,31 +11,31 @@ KERNEL_OCC(GEMM_THREADS, 2) void
 gemm_qkv_fp8(bf16* q,             // [T, H, HD]
              bf16* k_cache,       // [KV, max_len, HD] of this layer
              bf16* v_cache,       // [KV, max_len, HD]
-             const bf16* a,       // [T, K]
+             const uint16_t* a,   // [T, K] f16 bits
              const e4m3* w,       // [(H + 2·KV)·HD, K]: Q rows, K rows, V rows
              const float* scale,  // [(H + 2·KV)·HD]
              const float* bias,   // [(H + 2·KV)·HD]
              const float2* rope,  // [max_len, HD/2] {cos, sin}
              int T, int H, int KV, int HD, int pos0, int max_len, int K) {
-  gemm_qkv<GemmE4m3>(q, k_cache, v_cache, a, w, scale, bias, rope, T, H, KV, HD, pos0, max_len, K);
+  gemm_qkv<GemmE4m3<OperandF16>>(q, k_cache, v_cache, a, w, scale, bias, rope, T, H, KV, HD, pos0, max_len, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void
 gemm_add_fp8(float* h,            // [T, N] residual stream, in place
-             const bf16* a,       // [T, K]
+             const uint16_t* a,   // [T, K] bf16 bits
              const e4m3* w,       // [N, K]
              const float* scale,  // [N]
              int T, int N, int K) {
-  gemm_f32<GemmE4m3, true>(h, a, w, scale, T, N, K);
+  gemm_f32<GemmE4m3<OperandBf16>, true>(h, a, w, scale, T, N, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void
 gemm_swiglu_fp8(bf16* act,            // [T, I]
-                const bf16* a,        // [T, K]
+                const uint16_t* a,    // [T, K] f16 bits
                 const e4m3* w_gate,   // [I, K]
                 const float* s_gate,  // [I]
                 const e4m3* w_up,     // [I, K]
                 const float* s_up,    // [I]
                 int T, int I, int K) {
-  gemm_swiglu<GemmE4m3>(act, a, w_gate, s_gate, w_up, s_up, T, I, K);
+  gemm_swiglu<GemmE4m3<OperandF16>>(act, a, w_gate, s_gate, w_up, s_up, T, I, K);
 }

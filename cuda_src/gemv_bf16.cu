@@ -15,7 +15,7 @@ gemv_add_bf16(float* h,        // [N] residual stream, in place
               const bf16* w,   // [N, K]
               int N, int K) {
   DYN_SHARED(uint4, xs);
-  gemv_add<WeightBf16, UNROLL>(h, x, w, nullptr, N, K, xs);
+  gemv_add<WeightBf16<StageBf16>, UNROLL>(h, x, w, nullptr, N, K, xs);
 }
 
 KERNEL_OCC(GEMV_THREADS, 4) void
@@ -26,7 +26,7 @@ gemv_swiglu_bf16(bf16* act,           // [I]
                  const bf16* w_up,    // [I, K]
                  int I, int K, float eps) {
   DYN_SHARED(uint4, xs);
-  gemv_swiglu<WeightBf16, UNROLL>(act, h, g, w_gate, nullptr, w_up, nullptr, I, K, eps, xs);
+  gemv_swiglu<WeightBf16<StageF16>, UNROLL>(act, h, g, w_gate, nullptr, w_up, nullptr, I, K, eps, xs);
 }
 
 KERNEL_OCC(GEMV_THREADS, 4) void
@@ -41,7 +41,7 @@ gemv_qkv_bf16(bf16* q,             // [H, HD]
               const int32_t* pos,  // [1] the token's position, < max_len
               int H, int KV, int HD, int max_len, int K, float eps) {
   DYN_SHARED(uint4, xs);
-  gemv_qkv<WeightBf16, UNROLL>(q, k_cache, v_cache, h, g, w, nullptr, bias, rope, pos, H, KV, HD, max_len, K, eps, xs);
+  gemv_qkv<WeightBf16<StageF16>, UNROLL>(q, k_cache, v_cache, h, g, w, nullptr, bias, rope, pos, H, KV, HD, max_len, K, eps, xs);
 }
 
 KERNEL_OCC(GEMV_THREADS, 4) void
@@ -51,5 +51,5 @@ gemv_logits_bf16(float* logits,  // [V]
                  const bf16* w,   // [V, K]
                  int V, int K, float eps) {
   DYN_SHARED(uint4, xs);
-  gemv_logits<WeightBf16Exact, UNROLL>(logits, h, g, w, V, K, eps, xs);
+  gemv_logits<WeightBf16<StageF32>, UNROLL>(logits, h, g, w, V, K, eps, xs);
 }

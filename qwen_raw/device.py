@@ -3,7 +3,7 @@
 Launchers and model code are written against these protocols only, so every kernel and the whole decode
 step run unchanged on a GPU (`qwen_raw.driver`) and on a laptop (`qwen_raw.simt`).
 
-Storage types are NumPy's: float32, int32, uint32, uint64; uint16 holds bf16 bits, uint8 holds e4m3 bits.
+Storage types are NumPy's: float32, int32, uint32, uint64; uint16 holds bf16 or f16 bits, uint8 holds e4m3 bits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 BF16 = np.dtype(np.uint16)  # bfloat16 bits
+F16 = np.dtype(np.uint16)  # float16 bits: activations that are bounded, inside prefill
 E4M3 = np.dtype(np.uint8)  # float8 e4m3fn bits
 F32 = np.dtype(np.float32)
 I32 = np.dtype(np.int32)

@@ -13,9 +13,14 @@ Array = np.ndarray[Any, Any]
 POISON = 0xFF  # every byte: NaN as fp32, bf16 and e4m3, so an element never written cannot pass
 
 
-def round_bf16(x: Array) -> Array:
-    """float64 values as bf16 holds them."""
-    return bf16_to_f32(f32_to_bf16(np.asarray(x, np.float32))).astype(np.float64)
+def f16_input(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> tuple[Array, Array]:
+    """(bits uint16, the same values float64), normal with deviation `scale`."""
+    values = (rng.standard_normal(shape) * scale).astype(np.float16)
+    return values.view(np.uint16), values.astype(np.float64)
+
+
+def f16_values(bits: Array) -> Array:
+    return bits.view(np.float16).astype(np.float64)
 
 
 def bf16_input(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> tuple[Array, Array]:
@@ -36,9 +41,10 @@ def make_linear(dev: Any, rng: np.random.Generator, N: int, K: int, fp8: bool) -
 
 
 def rmsnorm(h: Array, g: Array, eps: float) -> Array:
-    """RMSNorm over the last axis, rounded once to bf16, as every kernel feeds it to a product."""
+    """RMSNorm over the last axis, rounded once to f16, as the kernels feed it to QKV and gate/up."""
     h = h.astype(np.float64)
-    return round_bf16(h / np.sqrt((h * h).mean(-1, keepdims=True) + eps) * g)
+    exact = h / np.sqrt((h * h).mean(-1, keepdims=True) + eps) * g
+    return exact.clip(-65504, 65504).astype(np.float16).astype(np.float64)
 
 
 def silu(x: Array) -> Array:

@@ -1,7 +1,8 @@
 // gemm.cuh - C = A·Wᵀ on tensor cores for prefill: the plain tiled kernel that runs on every architecture from sm_80 on.
 //
-// A [T, K] bf16 row-major, W [N, K] row-major, bf16 or e4m3 (widened to bf16 on the way into shared memory, exactly; its row scale is
-// applied to the sum). A block computes 64 × 128 of C; 8 warps as 2 × 4, each 32 × 32 by mma.sync m16n8k16 with fp32 accumulators.
+// A [T, K] row-major in 16 bits, W [N, K] row-major, bf16 or e4m3, turned into A's type on the way into shared memory: e4m3 fits f16 and
+// bf16 exactly, bf16 fits f16 exactly from 2^-14 to 65504 and to 2^-25 below. The scales of e4m3 rows are applied to the sums. Normed
+// inputs are f16, what can be large is bf16, as in include/gemv.cuh. A block computes 64 × 128 of C; 8 warps as 2 × 4, each 32 × 32 by mma.sync m16n8k16 with fp32 accumulators.
 // K runs in slices of 32, double-buffered: the next slice travels to registers while this one is multiplied.
 // Shared rows are padded from 32 to 40 elements, so the eight rows a fragment load touches fall into different banks.
 //
@@ -12,29 +13,52 @@
 
 constexpr int GEMM_THREADS = 256, BM = 64, BN = 128, BK = 32, LDS = BK + 8;
 
-struct GemmTile {
-  bf16 a[2][BM][LDS];
-  bf16 b[2][BN][LDS];
+// A's type: its bits travel as uint16_t.
+struct OperandBf16 {
+  static DEVICE uint4 pack(const float (&f)[8]) { return pack_bf16x8(f); }
+  static DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_bf16_16816(c, a, b); }
+};
+struct OperandF16 {
+  static DEVICE uint4 pack(const float (&f)[8]) { return pack_f16x8(f); }
+  static DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_f16_16816(c, a, b); }
 };
 
-// How 16-byte packs of a weight type become bf16 in shared memory. PACKS: packs that a thread moves per slice of W.
+struct GemmTile {
+  uint16_t a[2][BM][LDS];
+  uint16_t b[2][BN][LDS];
+};
+
+// A weight type under an operand type: how many weights a 16-byte pack holds, how many packs a thread moves per slice (PACKS), and how
+// a pack is stored as operands.
+template <class Op>
 struct GemmBf16 {
   using type = bf16;
+  using Operand = Op;
   static constexpr int PACK = 8, PACKS = BN * BK / 8 / GEMM_THREADS;
   static constexpr bool SCALED = false;
-  static DEVICE void store(bf16* dst, uint4 v) { *reinterpret_cast<uint4*>(dst) = v; }
+  static DEVICE void store(uint16_t* dst, uint4 v) {
+    float f[8];
+    unpack_bf16(f, v);
+    *reinterpret_cast<uint4*>(dst) = Op::pack(f);  // under OperandBf16 the compiler sees that this is v
+  }
 };
+template <class Op>
 struct GemmE4m3 {
   using type = e4m3;
+  using Operand = Op;
   static constexpr int PACK = 16, PACKS = BN * BK / 16 / GEMM_THREADS;
   static constexpr bool SCALED = true;
-  static DEVICE void store(bf16* dst, uint4 v) {
+  static DEVICE void store(uint16_t* dst, uint4 v) {
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-    float f[16];
 #pragma unroll
-    for (int i = 0; i < 4; i++) unpack_e4m3(*reinterpret_cast<float(*)[4]>(f + 4 * i), w[i]);
-    reinterpret_cast<uint4*>(dst)[0] = pack_bf16x8(*reinterpret_cast<float(*)[8]>(f));
-    reinterpret_cast<uint4*>(dst)[1] = pack_bf16x8(*reinterpret_cast<float(*)[8]>(f + 8));
+    for (int half = 0; half < 2; half++) {
+      float q[2][4], f[8];
+#pragma unroll
+      for (int i = 0; i < 2; i++) unpack_e4m3(q[i], w[2 * half + i]);
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] = q[i / 4][i % 4];
+      reinterpret_cast<uint4*>(dst)[half] = Op::pack(f);
+    }
   }
 };
 
@@ -82,7 +106,7 @@ struct GemmSlice {
 
 // One K slice from device memory into registers; what lies outside the matrices is zero.
 template <class W, class Rows>
-DEVICE void gemm_fetch(GemmSlice<W>& s, const bf16* __restrict__ a, const Rows& rows, int T, int K, int k0) {
+DEVICE void gemm_fetch(GemmSlice<W>& s, const uint16_t* __restrict__ a, const Rows& rows, int T, int K, int k0) {
   const uint4 zero = make_uint4(0, 0, 0, 0);
   const int row = int(blockIdx.y) * BM + int(threadIdx.x) / 4, ka = k0 + int(threadIdx.x) % 4 * 8;
   s.a = row < T && ka < K ? ld_global_v4(a + int64_t(row) * K + ka) : zero;
@@ -104,8 +128,9 @@ DEVICE void gemm_stage(GemmTile& sh, int buf, const GemmSlice<W>& s) {
   }
 }
 
-DEVICE uint32_t shared_pair(const bf16* p) { return *reinterpret_cast<const uint32_t*>(p); }
+DEVICE uint32_t shared_pair(const uint16_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
+template <class Operand>
 DEVICE void gemm_multiply(float (&c)[2][4][4], const GemmTile& sh, int buf) {
   const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const int m = warp / 4 * 32, n = warp % 4 * 32;
@@ -123,13 +148,13 @@ DEVICE void gemm_multiply(float (&c)[2][4][4], const GemmTile& sh, int buf) {
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) mma_bf16_16816(c[i][j], a[i], b[j]);
+      for (int j = 0; j < 4; j++) Operand::mma(c[i][j], a[i], b[j]);
   }
 }
 
 // The block's 64 × 128 sums, in c[16-row tile][8-column tile][mma accumulator].
 template <class W, class Rows>
-DEVICE void gemm_tile(float (&c)[2][4][4], GemmTile& sh, const bf16* __restrict__ a, const Rows& rows, int T, int K) {
+DEVICE void gemm_tile(float (&c)[2][4][4], GemmTile& sh, const uint16_t* __restrict__ a, const Rows& rows, int T, int K) {
 #pragma unroll
   for (int i = 0; i < 32; i++) c[i / 16][i / 4 % 4][i % 4] = 0.f;
   GemmSlice<W> s;
@@ -138,7 +163,7 @@ DEVICE void gemm_tile(float (&c)[2][4][4], GemmTile& sh, const bf16* __restrict_
   __syncthreads();
   for (int k0 = 0, buf = 0; k0 < K; k0 += BK, buf ^= 1) {
     if (k0 + BK < K) gemm_fetch(s, a, rows, T, K, k0 + BK);
-    gemm_multiply(c, sh, buf);
+    gemm_multiply<typename W::Operand>(c, sh, buf);
     if (k0 + BK < K) gemm_stage<W>(sh, buf ^ 1, s);  // the other buffer was last read before the previous barrier
     __syncthreads();
   }
@@ -174,7 +199,7 @@ DEVICE void gemm_each_pair(const float (&c)[2][4][4], int T, int N, F f) {
 
 // h[t, n] += scale[n]·(A·Wᵀ)[t, n] in fp32 (ADD), or plainly = .
 template <class W, bool ADD>
-DEVICE void gemm_f32(float* __restrict__ h, const bf16* __restrict__ a, const typename W::type* __restrict__ w,
+DEVICE void gemm_f32(float* __restrict__ h, const uint16_t* __restrict__ a, const typename W::type* __restrict__ w,
                      const float* __restrict__ scale, int T, int N, int K) {
   SHARED(GemmTile, sh);
   float c[2][4][4];
@@ -188,7 +213,7 @@ DEVICE void gemm_f32(float* __restrict__ h, const bf16* __restrict__ a, const ty
 
 // act[t, i] = silu(s_gate[i]·gate)·(s_up[i]·up), as bf16.
 template <class W>
-DEVICE void gemm_swiglu(bf16* __restrict__ act, const bf16* __restrict__ a, const typename W::type* __restrict__ w_gate,
+DEVICE void gemm_swiglu(bf16* __restrict__ act, const uint16_t* __restrict__ a, const typename W::type* __restrict__ w_gate,
                         const float* __restrict__ s_gate, const typename W::type* __restrict__ w_up, const float* __restrict__ s_up, int T,
                         int I, int K) {
   SHARED(GemmTile, sh);
@@ -202,7 +227,7 @@ DEVICE void gemm_swiglu(bf16* __restrict__ act, const bf16* __restrict__ a, cons
 
 // Q, K and V with bias, RoPE on Q and K; Q to q, K and V to the cache at positions pos0 + t.
 template <class W>
-DEVICE void gemm_qkv(bf16* __restrict__ q, bf16* __restrict__ k_cache, bf16* __restrict__ v_cache, const bf16* __restrict__ a,
+DEVICE void gemm_qkv(bf16* __restrict__ q, bf16* __restrict__ k_cache, bf16* __restrict__ v_cache, const uint16_t* __restrict__ a,
                      const typename W::type* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
                      const float2* __restrict__ rope, int T, int H, int KV, int HD, int pos0, int max_len, int K) {
   SHARED(GemmTile, sh);

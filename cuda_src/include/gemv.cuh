@@ -2,11 +2,10 @@
 //
 // W is [N, K] row-major, bf16 or e4m3 (then with one fp32 scale per row, applied after the sum). A warp owns two rows at a time: the
 // two rows an epilogue must see together (a rotation's pair, a gate and its up), so that no epilogue needs another warp.
-// x lies in shared memory as bf16 (fp32 for the LM head, whose rounding would go straight into the logits), staged once per block by a
-// prologue (a plain copy, or RMSNorm); lanes read W in 16-byte packs that are coalesced across the warp, UNROLL packs of either row in
+// x lies in shared memory (bf16, f16 or fp32: see the stagings below), put there once per block by a prologue (a plain copy, or RMSNorm); lanes read W in 16-byte packs that are coalesced across the warp, UNROLL packs of either row in
 // flight, and accumulate in fp32.
 //
-// grid: any; warps stride over the row pairs. block: whole warps, at most GEMV_THREADS. dynamic shared memory: x, K rounded up to a multiple of 512 elements.
+// grid: any; warps stride over the row pairs. block: whole warps, at most GEMV_THREADS. dynamic shared memory: the staged x, K rounded up to a multiple of 512.
 // bytes moved: N·K·sizeof(weight) once from HBM; x (2K or 4K bytes) once per block from L2.
 // PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3): rows are whole 16-byte packs.  PRECOND  W, x 16-byte aligned.
 #pragma once
@@ -19,60 +18,59 @@ constexpr int GEMV_THREADS = 256;
 // apart, not 32: the two halves of 32 packs are stored apart, so no bank is hit twice.
 DEVICE int split_word(int p, int half) { return (p / WARP) * 2 * WARP + half * WARP + p % WARP; }
 
-// A weight type: how many weights a 16-byte pack holds, where the eight elements 8i … 8i + 7 of x are staged, and the dot product of
-// pack p of a row with its stretch of x.
+// How x is staged: eight elements go to, and come from, word w of the vector. Normed inputs are f16: they are bounded by √K·max|g|, and
+// three more bits than bf16 cost nothing. What can be large (SwiGLU's output) stays bf16. The LM head's input is exact.
+struct StageBf16 {
+  static DEVICE void store(uint4* xs, int w, const float (&f)[8]) { xs[w] = pack_bf16x8(f); }
+  static DEVICE void load(float (&f)[8], const uint4* xs, int w) { unpack_bf16(f, xs[w]); }
+};
+struct StageF16 {
+  static DEVICE void store(uint4* xs, int w, const float (&f)[8]) { xs[w] = pack_f16x8(f); }
+  static DEVICE void load(float (&f)[8], const uint4* xs, int w) { unpack_f16(f, xs[w]); }
+};
+struct StageF32 {
+  static DEVICE void store(uint4* xs, int w, const float (&f)[8]) {
+    reinterpret_cast<float4*>(xs)[split_word(w, 0)] = make_float4(f[0], f[1], f[2], f[3]);
+    reinterpret_cast<float4*>(xs)[split_word(w, 1)] = make_float4(f[4], f[5], f[6], f[7]);
+  }
+  static DEVICE void load(float (&f)[8], const uint4* xs, int w) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float4 v = reinterpret_cast<const float4*>(xs)[split_word(w, half)];
+      f[4 * half] = v.x, f[4 * half + 1] = v.y, f[4 * half + 2] = v.z, f[4 * half + 3] = v.w;
+    }
+  }
+};
+
+// A weight type over a staging: how many weights a 16-byte pack holds, where the eight elements 8i … 8i + 7 of x are staged, and the
+// dot product of pack p of a row with its stretch of x.
+template <class Stage>
 struct WeightBf16 {
   using type = bf16;
   static constexpr int PACK = 8;
   static constexpr bool SCALED = false;
-  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) { xs[i] = pack_bf16x8(f); }
-  static DEVICE float dot(float acc, uint4 w, const uint4* x, int p) {
+  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) { Stage::store(xs, i, f); }
+  static DEVICE float dot(float acc, uint4 w, const uint4* xs, int p) {
     float a[8], b[8];
     unpack_bf16(a, w);
-    unpack_bf16(b, x[p]);
+    Stage::load(b, xs, p);
 #pragma unroll
     for (int i = 0; i < 8; i++) acc = fmaf(a[i], b[i], acc);
     return acc;
   }
 };
-
-// bf16 weights against x in fp32: the LM head.
-struct WeightBf16Exact {
-  using type = bf16;
-  static constexpr int PACK = 8;
-  static constexpr bool SCALED = false;
-  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) {
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      xs[split_word(i, half)] = make_uint4(__float_as_uint(f[4 * half]), __float_as_uint(f[4 * half + 1]), __float_as_uint(f[4 * half + 2]),
-                                           __float_as_uint(f[4 * half + 3]));
-  }
-  static DEVICE float dot(float acc, uint4 w, const uint4* x, int p) {
-    float a[8];
-    unpack_bf16(a, w);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint4 b = x[split_word(p, half)];
-      acc = fmaf(a[4 * half], __uint_as_float(b.x), acc);
-      acc = fmaf(a[4 * half + 1], __uint_as_float(b.y), acc);
-      acc = fmaf(a[4 * half + 2], __uint_as_float(b.z), acc);
-      acc = fmaf(a[4 * half + 3], __uint_as_float(b.w), acc);
-    }
-    return acc;
-  }
-};
-
+template <class Stage>
 struct WeightE4m3 {
   using type = e4m3;
   static constexpr int PACK = 16;
   static constexpr bool SCALED = true;
-  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) { xs[split_word(i / 2, i % 2)] = pack_bf16x8(f); }
-  static DEVICE float dot(float acc, uint4 w, const uint4* x, int p) {
+  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) { Stage::store(xs, split_word(i / 2, i % 2), f); }
+  static DEVICE float dot(float acc, uint4 w, const uint4* xs, int p) {
     const uint32_t word[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float a[4], b[8];
-      unpack_bf16(b, x[split_word(p, half)]);
+      Stage::load(b, xs, split_word(p, half));
 #pragma unroll
       for (int q = 0; q < 2; q++) {
         unpack_e4m3(a, word[2 * half + q]);

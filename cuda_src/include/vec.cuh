@@ -1,4 +1,4 @@
-// vec.cuh - 16-byte packs and the conversions bf16, e4m3 → fp32, fp32 → bf16. Bits in, bits out: no half-precision arithmetic.
+// vec.cuh - 16-byte packs and the conversions bf16, f16, e4m3 → fp32 and back. Bits in, bits out: no half-precision arithmetic.
 #pragma once
 #include "ptx.cuh"
 
@@ -23,6 +23,25 @@ DEVICE void unpack_bf16(float (&f)[8], uint4 v) {
 }
 DEVICE uint4 pack_bf16x8(const float (&f)[8]) {
   return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]), pack_bf16(f[6], f[7]));
+}
+
+// Eight f16 of a 16-byte pack → eight floats, and back, saturating: a value past ±65504 becomes that, not an infinity.
+DEVICE void unpack_f16(float (&f)[8], uint4 v) {
+  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const __half2_raw h = {uint16_t(w[i]), uint16_t(w[i] >> 16)};
+    const float2 p = __half22float2(__half2(h));
+    f[2 * i] = p.x;
+    f[2 * i + 1] = p.y;
+  }
+}
+DEVICE uint32_t pack_f16(float lo, float hi) {
+  const __half2_raw h = __half2_raw(__floats2half2_rn(fminf(fmaxf(lo, -65504.f), 65504.f), fminf(fmaxf(hi, -65504.f), 65504.f)));
+  return uint32_t(h.x) | uint32_t(h.y) << 16;
+}
+DEVICE uint4 pack_f16x8(const float (&f)[8]) {
+  return make_uint4(pack_f16(f[0], f[1]), pack_f16(f[2], f[3]), pack_f16(f[4], f[5]), pack_f16(f[6], f[7]));
 }
 
 // Four e4m3 of a word → four floats, exactly: e4m3 → f16 (one F2FP for two on sm_89+, software below) → f32.

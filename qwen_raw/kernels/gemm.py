@@ -15,7 +15,7 @@ THREADS, BM, BN = 256, 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One weight type's kernels: C = A·Wᵀ, A bf16 [T, K]."""
+    """One weight type's kernels: C = A·Wᵀ, A [T, K] in 16 bits: f16 for normed inputs (qkv, swiglu), bf16 elsewhere."""
 
     stem: str
     fp8: bool
@@ -48,7 +48,7 @@ class Gemm:
         rope: Buffer,
         pos0: int,
     ) -> None:
-        """q bf16 [T, H, HD], and rows pos0 … of both caches [KV, max_len, HD], from a bf16 [T, K].
+        """q bf16 [T, H, HD], and rows pos0 … of both caches [KV, max_len, HD], from A f16 [T, K].
 
         bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}.
         """
@@ -67,20 +67,20 @@ class Gemm:
         self._launch(dev, "qkv", -(-w.N // BN), a, [w], args, [T, H, KV, HD, pos0, max_len, w.K])
 
     def add(self, dev: Device, h: Buffer, a: Buffer, w: Linear) -> None:
-        """h f32 [T, N] += A·Wᵀ."""
+        """h f32 [T, N] += A·Wᵀ, A bf16 [T, K]."""
         check_buffer(h, (a.shape[0], w.N), F32, "h")
         dims = [a.shape[0], w.N, w.K]
         self._launch(dev, "add", -(-w.N // BN), a, [w], [h, a, *self._weights(w)], dims)
 
     def swiglu(self, dev: Device, act: Buffer, a: Buffer, gate: Linear, up: Linear) -> None:
-        """act bf16 [T, I] = silu(A·Wgᵀ)·(A·Wuᵀ)."""
+        """act bf16 [T, I] = silu(A·Wgᵀ)·(A·Wuᵀ), A f16 [T, K]."""
         require((gate.N, gate.K) == (up.N, up.K), f"gate is {gate.weight.shape}, up is {up.weight.shape}")
         check_buffer(act, (a.shape[0], gate.N), BF16, "act")
         args, dims = [act, a, *self._weights(gate, up)], [a.shape[0], gate.N, gate.K]
         self._launch(dev, "swiglu", -(-2 * gate.N // BN), a, [gate, up], args, dims)
 
     def f32(self, dev: Device, c: Buffer, a: Buffer, w: Linear) -> None:
-        """c f32 [T, N] = A·Wᵀ (bf16 weights only)."""
+        """c f32 [T, N] = A·Wᵀ, A bf16 [T, K] (bf16 weights only)."""
         check_buffer(c, (a.shape[0], w.N), F32, "c")
         dims = [a.shape[0], w.N, w.K]
         self._launch(dev, "f32", -(-w.N // BN), a, [w], [c, a, *self._weights(w)], dims)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qwen_raw.device import BF16, F32, Arg, Buffer, Device
+from qwen_raw.device import BF16, F16, F32, Arg, Buffer, Device
 from qwen_raw.errors import require
 from qwen_raw.kernels.linear import check_buffer
 
@@ -10,10 +10,10 @@ STEM = "norm"
 
 
 def rmsnorm(dev: Device, out: Buffer, h: Buffer, g: Buffer, eps: float) -> None:
-    """out bf16 [T, D] = RMSNorm(h f32 [T, D])·g bf16 [D]."""
+    """out f16 [T, D] = RMSNorm(h f32 [T, D])·g bf16 [D]."""
     T, D = h.shape
     require(D % 8 == 0, f"hidden size {D} is not a multiple of 8")
-    check_buffer(out, (T, D), BF16, "out")
+    check_buffer(out, (T, D), F16, "out")
     check_buffer(h, (T, D), F32, "h")
     check_buffer(g, (D,), BF16, "g")
     dev.launch(dev.kernel(STEM, "rmsnorm_f32"), (T, 1, 1), (256, 1, 1), [out, h, g, np.int32(D), np.float32(eps)])

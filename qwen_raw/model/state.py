@@ -63,7 +63,7 @@ class PrefillBuffers:
 
     ids: Buffer  # i32 [chunk]
     h: Buffer  # f32 [chunk, D] residual stream
-    n: Buffer  # bf16 [chunk, D] normalised
+    n: Buffer  # f16 [chunk, D] normalised; bf16 for the LM head
     low: Buffer  # bf16 [chunk, D] what rounding took off n, for the LM head
     q: Buffer  # bf16 [chunk, H, HD]
     attn: Buffer  # bf16 [chunk, H, HD]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_reference import POISON, assert_close, bf16_input, make_linear, rotate, silu
+from kernel_reference import POISON, assert_close, bf16_input, f16_input, make_linear, rotate, silu
 
 from loaders.dtypes import bf16_to_f32
 from qwen_raw.device import BF16, F32
@@ -22,7 +22,7 @@ SHAPES = [(1, 8, 16), (64, 128, 32), (65, 129, 48), (5, 250, 80)]
 def test_qkv(dev: Any, rng: np.random.Generator, gemm: Any, H: int, KV: int, HD: int, T: int, pos0: int) -> None:
     K, max_len, half = 48, 72, HD // 2
     w, W = make_linear(dev, rng, (H + 2 * KV) * HD, K, gemm.fp8)
-    a, A = bf16_input(rng, T, K)
+    a, A = f16_input(rng, T, K)
     bias = (rng.standard_normal(w.N) * 10).astype(np.float32)
     angle = rng.uniform(0, 6, (max_len, half))
     rope = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
@@ -58,7 +58,7 @@ def test_add(dev: Any, rng: np.random.Generator, gemm: Any, T: int, N: int, K: i
 @pytest.mark.parametrize(("T", "I", "K"), [(1, 8, 16), (64, 64, 32), (65, 65, 48), (3, 130, 112)])
 def test_swiglu(dev: Any, rng: np.random.Generator, gemm: Any, T: int, I: int, K: int) -> None:  # noqa: E741
     (gate, G), (up, U) = make_linear(dev, rng, I, K, gemm.fp8), make_linear(dev, rng, I, K, gemm.fp8)
-    a, A = bf16_input(rng, T, K)
+    a, A = f16_input(rng, T, K)
     act = dev.empty((T, I), BF16)
     act.fill(POISON)
     gemm.swiglu(dev, act, dev.array(a), gate, up)

@@ -49,7 +49,7 @@ def test_swiglu(dev: Any, rng: np.random.Generator, gemv: Any, I: int, K: int) -
     act.fill(POISON)
     gemv.swiglu(dev, act, dev.array(h), dev.array(g), gate, up, EPS)
     n = rmsnorm(h, gv, EPS)
-    assert_close(bf16_to_f32(act.download()), silu(G @ n) * (U @ n), rel=8e-3, what="act")
+    assert_close(bf16_to_f32(act.download()), silu(G @ n) * (U @ n), rel=4e-3, what="act")
 
 
 @GEMVS
@@ -74,10 +74,10 @@ def test_qkv(dev: Any, rng: np.random.Generator, gemv: Any, H: int, KV: int, HD:
     cos, sin = rope[pos, :, 0].astype(np.float64), rope[pos, :, 1].astype(np.float64)
     turned = y.copy()
     turned[:, :half], turned[:, half:] = rotate(y[:, :half], y[:, half:], cos, sin)
-    assert_close(bf16_to_f32(q.download()), turned[:H], rel=6e-3, what="q")
+    assert_close(bf16_to_f32(q.download()), turned[:H], rel=4e-3, what="q")
     for buffer, want, name in ((caches[0], turned[H : H + KV], "k"), (caches[1], y[H + KV :], "v")):
         got = buffer.download()
-        assert_close(bf16_to_f32(got[:, pos]), want, rel=6e-3, what=name)
+        assert_close(bf16_to_f32(got[:, pos]), want, rel=4e-3, what=name)
         others = np.delete(got, pos, axis=1)
         assert (others == 0xFFFF).all(), f"{name}: a row of another position was written"
 
@@ -96,9 +96,8 @@ def test_logits(dev: Any, rng: np.random.Generator, V: int, K: int) -> None:
 
 def test_preconditions_are_checked(dev: Any) -> None:
     h, x = dev.zeros((4,), F32), dev.zeros((24,), BF16)
-    bad_k = Linear(dev.zeros((4, 20), BF16))
     with pytest.raises(QwenRawError, match="multiple of 8"):
-        BF16_GEMV.add(dev, h, x, bad_k)
+        BF16_GEMV.add(dev, h, dev.zeros((20,), BF16), Linear(dev.zeros((4, 20), BF16)))
     with pytest.raises(QwenRawError, match="expected"):
         BF16_GEMV.add(dev, h, x, Linear(dev.zeros((4, 16), BF16)))
     with pytest.raises(QwenRawError, match="this kernel takes"):

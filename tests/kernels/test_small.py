@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_reference import POISON, assert_close, bf16_input, rmsnorm
+from kernel_reference import POISON, assert_close, bf16_input, f16_values, rmsnorm
 
 from loaders.dtypes import bf16_to_f32, quantize_rows_e4m3
 from loaders.synthetic import synthetic_values as host_bf16
 from loaders.synthetic import synthetic_values_e4m3 as host_e4m3
-from qwen_raw.device import BF16, E4M3, F32
+from qwen_raw.device import BF16, E4M3, F16, F32
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.norm import rmsnorm as device_rmsnorm
 from qwen_raw.kernels.norm import rmsnorm_split
@@ -22,10 +22,20 @@ from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 def test_rmsnorm(dev: Any, rng: np.random.Generator, T: int, D: int, scale: float) -> None:
     h = (rng.standard_normal((T, D)) * scale).astype(np.float32)
     g, G = bf16_input(rng, D)
-    out = dev.empty((T, D), BF16)
+    out = dev.empty((T, D), F16)
     out.fill(POISON)
     device_rmsnorm(dev, out, dev.array(h), dev.array(g), 1e-6)
-    assert_close(bf16_to_f32(out.download()), rmsnorm(h, G, 1e-6), rel=4e-3, what="out")
+    assert_close(f16_values(out.download()), rmsnorm(h, G, 1e-6), rel=1e-3, what="out")
+
+
+def test_rmsnorm_saturates(dev: Any) -> None:
+    """A value that f16 cannot hold becomes its largest one, never an infinity."""
+    h = np.zeros((1, 1024), np.float32)
+    h[0, 3], h[0, 5] = 1e4, -1e4  # normed: about ±22.6
+    g = np.full(1024, 0x4580, np.uint16)  # 4096
+    out = dev.empty((1, 1024), F16)
+    device_rmsnorm(dev, out, dev.array(h), dev.array(g), 1e-6)
+    assert f16_values(out.download())[0, [3, 5]].tolist() == [65504.0, -65504.0]
 
 
 def test_rmsnorm_split_keeps_sixteen_bits(dev: Any, rng: np.random.Generator) -> None:
