@@ -64,7 +64,7 @@ class Layer:
 
 
 class ReferenceModel:
-    """Qwen2 in fp32. `activations="bf16"` rounds where the GPU path stores bf16 (see `_store`), and nowhere else."""
+    """Qwen2 in fp32. `activations="bf16"` rounds where the GPU path stores 16 bits (see `_store`), and nowhere else."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ReferenceModel:
             for start in range(0, len(ids), CHUNK):
                 x = self._layers(np.asarray(ids[start : start + CHUNK], dtype=np.int64), cache)
                 rows = [x[-1:]] if last_only else [*rows, x]
-            x = self._store(_rms_norm(np.concatenate(rows), self.final_norm, self.config.rms_eps))
+            x = _rms_norm(np.concatenate(rows), self.final_norm, self.config.rms_eps)
             logits: F32 = x @ self.head.T
         return logits
 
@@ -119,9 +119,9 @@ class ReferenceModel:
         cos, sin = rope_table(config, np.arange(past, past + ids.size))
         x = self.embedding[ids]
         for index, layer in enumerate(self.layers):
-            h = self._store(_rms_norm(x, layer.attn_norm, config.rms_eps))
+            h = self._store_normed(_rms_norm(x, layer.attn_norm, config.rms_eps))
             x = x + self._attention(h, layer, cos, sin, cache.k[index], cache.v[index], past) @ layer.o.T
-            h = self._store(_rms_norm(x, layer.mlp_norm, config.rms_eps))
+            h = self._store_normed(_rms_norm(x, layer.mlp_norm, config.rms_eps))
             gate_up = h @ layer.gate_up.T
             x = x + self._store(_silu(gate_up[:, : config.I]) * gate_up[:, config.I :]) @ layer.down.T
         cache.length = past + ids.size
@@ -148,10 +148,14 @@ class ReferenceModel:
     def _store(self, x: F32) -> F32:
         """Round to bf16 what the GPU path keeps as bf16.
 
-        That is: the input of every linear (normed hidden state, attention's output, SwiGLU's output) and q, k, v after
-        the rotation. The residual stream, products, scores and logits stay fp32.
+        That is: attention's output, SwiGLU's output, and q, k, v after the rotation. The residual stream, products,
+        scores, logits and the LM head's input stay fp32.
         """
         return x if self.activations == "fp32" else bf16_to_f32(f32_to_bf16(x))
+
+    def _store_normed(self, x: F32) -> F32:
+        """Round the input of QKV and gate/up to f16, saturating: it is bounded, so f16's range does, with 3 bits more."""
+        return x if self.activations == "fp32" else x.clip(-65504, 65504).astype(np.float16).astype(np.float32)
 
 
 class ReferenceRunner:
