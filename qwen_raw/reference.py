@@ -154,7 +154,7 @@ class ReferenceModel:
         return x if self.activations == "fp32" else bf16_to_f32(f32_to_bf16(x))
 
     def _store_normed(self, x: F32) -> F32:
-        """Round the input of QKV and gate/up to f16, saturating: it is bounded, so f16's range does, with 3 bits more."""
+        """Round the input of QKV and gate/up to f16, saturating: it is bounded, so f16's range suffices."""
         return x if self.activations == "fp32" else x.clip(-65504, 65504).astype(np.float16).astype(np.float32)
 
 
