@@ -95,7 +95,7 @@ def _f32_to_e4m3(x: F32) -> U8:
     anchor = np.float32(2.0**14)
     subnormal = (magnitude + anchor).view(np.uint32) - anchor.view(np.uint32)
     code = np.where(magnitude < np.float32(2.0**-6), subnormal, normal) | ((u >> np.uint32(24)) & np.uint32(0x80))
-    out = code.astype(np.uint8)
+    out: U8 = code.astype(np.uint8)
     out[np.isnan(x)] = 0x7F
     return out
 
