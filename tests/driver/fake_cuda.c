@@ -22,7 +22,7 @@ static int note(const char* name, const char* format, ...) {
   log_len += snprintf(log_text + log_len, sizeof log_text - log_len, "%s ", name);
   log_len += vsnprintf(log_text + log_len, sizeof log_text - log_len, format, args);
   va_end(args);
-  log_text[log_len++] = '\n';
+  log_text[log_len++] = '\n', log_text[log_len] = 0;
   if (strcmp(name, fail_name)) return 0;
   fail_name[0] = 0;
   return fail_status;
@@ -51,6 +51,7 @@ R cuGetErrorName(R e, const char** s) { *s = "NAME"; return 0; }
 R cuDeviceGetCount(int* n) { *n = devices; return 0; }
 R cuDeviceGet(int* d, int i) { *d = i; return 0; }
 R cuDeviceGetName(char* s, int n, int d) { snprintf(s, n, "Fake GPU"); return 0; }
+R cuDeviceGetPCIBusId(char* s, int n, int d) { snprintf(s, n, "0000:0%d:00.0", d); return 0; }
 R cuDeviceTotalMem_v2(size_t* n, int d) { *n = 1 << 30; return 0; }
 R cuDeviceGetAttribute(int* v, int a, int d) {
   *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : a == 97 ? 232448 : a == 98 ? 0 : 1;

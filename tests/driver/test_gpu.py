@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import qwen_raw
 from qwen_raw.device import F32, I32, U32, U64
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.driver.stream import Stream, Wait
@@ -347,7 +349,8 @@ with CudaDevice(0) as device:
     device.launch(device.kernel("probe", "fail", Path({str(sources)!r})), (1, 1, 1), (1, 1, 1), [])
     x.download()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    env = os.environ | {"PYTHONPATH": str(Path(qwen_raw.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert "CUDA_ERROR_LAUNCH_FAILED" in last and last.endswith("in a kernel that was queued earlier")
