@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from typing import NoReturn
@@ -37,6 +38,18 @@ def hyphenate(argv: Sequence[str]) -> list[str]:
             name, equals, value = word.partition("=")
             out[index] = name.replace("_", "-") + equals + value
     return out
+
+
+def unicode(text: str) -> str:
+    """An argument as the user's terminal sent it, UTF-8, also where Python took the locale to be ASCII."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # Python keeps bytes that it could not decode as lone surrogates
+        try:
+            return os.fsencode(text).decode("utf-8")
+        except UnicodeError:
+            raise argparse.ArgumentTypeError("the text is not UTF-8") from None
+    return text
 
 
 def count(text: str) -> int:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from qwen_raw.cli.arguments import EXIT_INTERRUPTED, Parser, add_model_arguments, add_output_arguments, count
+from qwen_raw.cli.arguments import EXIT_INTERRUPTED, Parser, add_model_arguments, add_output_arguments, count, unicode
 from qwen_raw.cli.report import describe, report, summary
 from qwen_raw.cli.status import Status, discard_stdout
 from qwen_raw.engine import SamplingParams, TextStream, load
@@ -22,8 +22,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser("generate", help="complete a prompt", description=DESCRIPTION)
     parser.set_defaults(run=run)
     prompt = parser.add_argument_group("prompt (one of these)")
-    prompt.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input")
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the same as a flag")
+    prompt.add_argument("text", nargs="?", type=unicode, metavar="PROMPT", help="the prompt; - reads standard input")
+    prompt.add_argument("-p", "--prompt", type=unicode, metavar="TEXT", help="the same as a flag")
     prompt.add_argument(
         "-f", "--prompt-file", "--file", metavar="FILE", help="read it from a file, without the newline at its end"
     )
@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         action=argparse.BooleanOptionalAction,
         help="put the prompt through the chat template; default: if the checkpoint has one",
     )
-    chat.add_argument("--system", metavar="TEXT", help="system message, for --chat")
+    chat.add_argument("--system", type=unicode, metavar="TEXT", help="system message, for --chat")
     sampling = parser.add_argument_group("sampling (defaults: the checkpoint's generation_config.json, else greedy)")
     sampling.add_argument(
         "-n",
@@ -48,7 +48,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "-s", "--seed", type=int, metavar="N", help="of the random draws; default: a fresh one, which is printed"
     )
     sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+        "--stop",
+        action="append",
+        type=unicode,
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     add_model_arguments(parser)

@@ -1,0 +1,133 @@
+"""Every wrong request: one line on stderr, nothing on stdout, the right exit code. Never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwen_raw.errors import QwenRawError
+
+# arguments after `generate`, what the line must say
+USAGE = [
+    ([], "no prompt: give -p"),
+    (["-p", ""], "the prompt is empty"),
+    (["-p", "", "--chat"], "the prompt is empty"),
+    (["-p", "a", "-f", "b"], "more than one prompt"),
+    (["a", "-p", "b"], "more than one prompt"),
+    (["-f", "missing.txt"], "cannot read the prompt file missing.txt: No such file"),
+    (["-f", "."], "cannot read the prompt file .: Is a directory"),
+    (["-p", "one two three four five six seven eight nine", "-c", "4"], "more than the 4 of max_model_len"),
+    (["-p", "a", "-m", "no/such/folder"], "'no/such/folder' is not a folder"),
+    (["-p", "a", "-m", "random:9b"], "random:9b"),
+    (["-p", "a", "--tp", "3"], "tp 3 does not fit tiny-shakespeare's 4 query and 2 KV heads: use 1, 2 or 4"),
+    (["-p", "a", "--tp", "2"], "this version runs on one GPU: use tp 1"),
+    (["-p", "a", "--tp", "0"], "argument --tp/--tensor-parallel-size: 0 is less than 1"),
+    (["-p", "a", "--dtype", "int3"], "invalid choice: 'int3' (choose from "),
+    (["-p", "a", "--device", "tpu"], "invalid choice: 'tpu' (choose from "),
+    (["-p", "a", "-c", "4k"], "max_model_len 4096 is not from 1 to 2048"),
+    (["-p", "a", "-n", "0"], "max_tokens must be at least 1, not 0"),
+    (["-p", "a", "-n", "few"], "argument -n/--max-tokens: 'few' is not a whole number such as 4096 or 4k"),
+    (["-p", "a", "--temp", "-1"], "temperature must be a number of at least 0"),
+    (["-p", "a", "--temp", "nan"], "temperature must be a number of at least 0"),
+    (["-p", "a", "--temp", "hot"], "argument --temp/--temperature: invalid float value: 'hot'"),
+    (["-p", "a", "--seed", "-1"], "seed must be from 0 to"),
+    (["-p", "a", "--stop", ""], "a stop string is empty"),
+    (["-p", "a", "--system", "b"], "--system needs --chat"),
+    (["-p"], "argument -p/--prompt: expected one argument"),
+    (["-p", "a", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+    (["-p", "a", "--quiet", "--verbose"], "not allowed with argument"),
+    (["-p", "\udcff"], "argument -p/--prompt: the text is not UTF-8"),
+]
+
+
+def one_line(text: str) -> bool:
+    return text.startswith("qwen-raw: ") and text.endswith("\n") and text.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE, ids=lambda value: " ".join(value)[:40] or "-")
+def test_wrong_requests(cli: Callable[..., Any], arguments: list[str], message: str) -> None:
+    ran = cli("generate", *arguments, "--device=cpu") if "--device" not in arguments else cli("generate", *arguments)
+    assert message in ran.err and one_line(ran.err), ran.err
+    assert (ran.code, ran.out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generat", "-p", "a"], "'generat' is not a command: begin with one of generate, devices"),
+        (["-p", "a"], "'-p' is not a command"),
+        (["devices", "--all"], "unrecognized arguments: --all"),
+    ],
+)
+def test_wrong_commands(cli: Callable[..., Any], arguments: list[str], message: str) -> None:
+    ran = cli(*arguments)
+    assert message in ran.err and one_line(ran.err), ran.err
+    assert (ran.code, ran.out) == (2, "")
+
+
+def test_folder_without_config(cli: Callable[..., Any], tmp_path: Path) -> None:
+    ran = cli("generate", "-p", "a", "-m", str(tmp_path))
+    assert f"{tmp_path} has no config.json" in ran.err and one_line(ran.err)
+    assert (ran.code, ran.out) == (2, "")
+
+
+def test_damaged_model(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """A folder that is a model, but a broken one, fails with 1."""
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    ran = cli("generate", "-p", "a", "-m", str(tmp_path))
+    assert "is not valid JSON" in ran.err and one_line(ran.err)
+    assert (ran.code, ran.out) == (1, "")
+
+
+def test_prompt_that_is_not_utf8(cli: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "latin1.txt").write_bytes("naïve".encode("latin-1"))
+    ran = cli("generate", "-f", str(tmp_path / "latin1.txt"))
+    assert "is not UTF-8 (byte 2)" in ran.err and one_line(ran.err)
+    assert (ran.code, ran.out) == (2, "")
+
+
+def test_json_keeps_stdout_empty_on_errors(cli: Callable[..., Any]) -> None:
+    ran = cli("generate", "-p", "", "--json")
+    assert (ran.code, ran.out) == (2, "")
+
+
+def test_messages_with_line_breaks_stay_one_line(cli: Callable[..., Any]) -> None:
+    ran = cli("generate", "-p", "a", "--bad\nflag")
+    assert one_line(ran.err)
+    assert ran.code == 2
+
+
+def test_a_failure_after_text_has_begun(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from qwen_raw import reference
+
+    calls = iter([40, 41, 42])
+
+    def choose(*_: object, **__: object) -> int:
+        try:
+            return next(calls)
+        except StopIteration:
+            raise QwenRawError("the logits for position 4 are not finite") from None
+
+    monkeypatch.setattr(reference, "choose", choose)
+    ran = cli("generate", "-p", "a", "--device", "cpu", "--quiet")
+    assert (ran.code, ran.err) == (1, "qwen-raw: the logits for position 4 are not finite\n")
+    assert len(ran.out) >= 3
+
+
+def test_cuda_without_a_gpu_in_a_process_of_its_own() -> None:
+    """No GPU is visible to the process, whatever the machine has."""
+    arguments = [sys.executable, "-m", "qwen_raw", "generate", "-p", "a", "--device", "cuda"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(arguments, capture_output=True, text=True, timeout=120, env=environment)
+    assert one_line(ran.stderr) and "--device cpu" in ran.stderr, ran.stderr
+    assert (ran.returncode, ran.stdout) == (2, "")
+    ran = subprocess.run([*arguments[:-1], "auto", "--json", "-n1"], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0
+    assert json.loads(ran.stdout)["device"] == "cpu"
