@@ -90,7 +90,7 @@ def tensor_id(name: str) -> int:
     return crc32(name.encode())
 
 
-def _units(begin: int, end: int, tid: int, seed: int) -> F32:
+def synthetic_units(begin: int, end: int, tid: int, seed: int) -> F32:
     """u of elements begin…end, which share the upper half of their index."""
     mask = 0xFFFFFFFF
     constant = ((begin >> 32) * 0x85EBCA77 + tid * 0xC2B2AE3D + seed) & mask
@@ -114,7 +114,7 @@ def synthetic_values(shape: tuple[int, ...], tid: int, seed: int, bound: float) 
     out = np.empty(prod(shape), np.uint16)
     for i in range(0, out.size, _CHUNK):
         end = min(i + _CHUNK, out.size)
-        out[i:end] = f32_to_bf16(_units(i, end, tid, seed) * np.float32(bound))
+        out[i:end] = f32_to_bf16(synthetic_units(i, end, tid, seed) * np.float32(bound))
     return out.reshape(shape)
 
 
@@ -123,7 +123,7 @@ def synthetic_values_e4m3(shape: tuple[int, ...], tid: int, seed: int) -> U8:
     out = np.empty(prod(shape), np.uint8)
     for i in range(0, out.size, _CHUNK):
         end = min(i + _CHUNK, out.size)
-        out[i:end] = f32_to_e4m3(_units(i, end, tid, seed) * np.float32(E4M3_MAX))
+        out[i:end] = f32_to_e4m3(synthetic_units(i, end, tid, seed) * np.float32(E4M3_MAX))
     return out.reshape(shape)
 
 
