@@ -132,8 +132,10 @@ def _symbols(sections: list[_Section]) -> dict[int, str]:
 def _sections(image: bytes) -> Iterator[_Section]:
     if image[:5] != b"\x7fELF\x02":
         raise IndexError("it does not begin like a 64-bit ELF file")
-    (table,) = struct.unpack_from("<Q", image, 0x28)
-    size, count, names = struct.unpack_from("<HHH", image, 0x3A)
+    segments, table = struct.unpack_from("<QQ", image, 0x20)
+    segment_size, segment_count, size, count, names = struct.unpack_from("<HHHHH", image, 0x36)
+    if max(table + size * count, segments + segment_size * segment_count) > len(image):
+        raise IndexError("its tables run past the end")
     rows = [struct.unpack_from("<IIQQQQII", image, table + size * i) for i in range(count)]
     strings = image[rows[names][4] : rows[names][4] + rows[names][5]]
     for name, kind, _flags, _addr, offset, nbytes, _link, info in rows:
