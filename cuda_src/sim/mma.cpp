@@ -1,0 +1,59 @@
+// mma.cpp - mma.sync m16n8k16, bf16 or f16 operands: exact products, summed in double, rounded once. A GPU rounds in between, so results agree
+// within an fp32 ulp or two, not bit for bit.
+#include <cmath>
+#include <cstring>
+
+#include "mma_lane.h"
+
+#pragma GCC optimize("O3")
+
+namespace simt {
+namespace {
+
+double widen_bf16(uint32_t word, int half) {
+  const uint32_t bits = half ? word & 0xffff0000u : word << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+double widen_f16(uint32_t word, int half) {
+  const int bits = half ? int(word >> 16) : int(word & 0xffff), exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  const double sign = bits & 0x8000 ? -1 : 1;
+  if (exponent == 31) return mantissa ? NAN : sign * HUGE_VAL;
+  return exponent ? sign * ldexp(1024 + mantissa, exponent - 25) : sign * ldexp(mantissa, -24);
+}
+
+// With g = lane/4, t = lane%4: a[i] holds row g + 8(i&1), columns 2t + 8(i>>1) and the next; b[i] rows 2t + 8i and the next, column g;
+// c[i] row g + 8(i>>1), column 2t + (i&1).
+template <double (*widen)(uint32_t, int)>
+void mma_16816(void* const* operands) {
+  double a[16][16], b[16][8];
+  for (int lane = 0; lane < 32; lane++) {
+    const MmaLane& m = *static_cast<const MmaLane*>(operands[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int h = 0; h < 2; h++) {
+      for (int i = 0; i < 4; i++) a[g + 8 * (i & 1)][2 * t + 8 * (i >> 1) + h] = widen((*m.a)[i], h);
+      for (int i = 0; i < 2; i++) b[2 * t + 8 * i + h][g] = widen((*m.b)[i], h);
+    }
+  }
+  double sum[16][8] = {};
+  for (int row = 0; row < 16; row++)
+    for (int k = 0; k < 16; k++)
+      for (int col = 0; col < 8; col++) sum[row][col] += a[row][k] * b[k][col];
+  for (int lane = 0; lane < 32; lane++) {
+    const MmaLane& m = *static_cast<const MmaLane*>(operands[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) {
+      float& c = (*m.c)[i];
+      c = float(double(c) + sum[g + 8 * (i >> 1)][2 * t + (i & 1)]);
+    }
+  }
+}
+
+}  // namespace
+
+void mma_bf16_16816(void* const* operands, uint32_t) { mma_16816<widen_bf16>(operands); }
+void mma_f16_16816(void* const* operands, uint32_t) { mma_16816<widen_f16>(operands); }
+
+}  // namespace simt

@@ -1,0 +1,222 @@
+// scheduler.cpp - which thread runs next. In order: one block at a time, the warp that ran last first. Random: anything ready, by seed.
+#include <algorithm>
+#include <cstring>
+
+#include "race.h"
+#include "world.h"
+
+namespace simt {
+
+ThreadView* current = nullptr;
+World* world = nullptr;
+
+World::World(int n, const Options& o)
+    : options(o), random(o.seed), memory(n, o.rank_bytes), ranks(size_t(n)), links(n), race(o.race ? new Race(*this) : nullptr) {
+  if (!options.random) return;
+  static const uint32_t chances[3] = {~0u, 1u << 31, 1u << 28};
+  chance_load = chances[random.below(3)];
+  chance_store = chances[random.below(3)];
+  static const uint32_t widths[4] = {1, 2, 3, 8};
+  width = widths[random.below(4)];
+  links.new_strategy(*this);
+}
+
+World::~World() {
+  for (auto& b : running)
+    for (Thread& t : b->threads)
+      if (t.fiber && t.state != State::DONE) fiber_abandon(t.fiber);
+}
+
+void World::make_ready(Thread* t) {
+  auto& ready = ranks[size_t(t->block->launch->rank)].ready;
+  t->state = State::READY;
+  ready.push_back(t);
+}
+
+Thread* World::take_ready() {
+  if (!options.random) {
+    for (Rank& r : ranks)
+      if (!r.ready.empty()) {
+        Thread* t = r.ready.back();
+        r.ready.pop_back();
+        return t;
+      }
+    return nullptr;
+  }
+  uint32_t total = 0;
+  for (const Rank& r : ranks)
+    if (!r.ready.empty()) total += r.weight;
+  if (!total) return nullptr;
+  uint32_t x = random.below(total);
+  for (Rank& r : ranks) {
+    if (r.ready.empty()) continue;
+    if (x < r.weight) {
+      const size_t i = random.below(uint32_t(r.ready.size()));
+      Thread* t = r.ready[i];
+      r.ready[i] = r.ready.back();
+      r.ready.pop_back();
+      return t;
+    }
+    x -= r.weight;
+  }
+  return nullptr;
+}
+
+// The next thread to run, or nullptr when nothing can happen without the host (or the world has failed).
+Thread* World::pick() {
+  steps++;
+  while (!failed) {
+    if (options.random) links.tick(*this);
+    if (Thread* t = take_ready()) return t;
+    if (start_more(false)) continue;
+    if (links.force(*this)) continue;
+    if (wake_parked(false)) continue;
+    if (start_more(true)) continue;
+    if (progress != wake_mark) wake_mark = progress, wake_rounds = 0;
+    // Polls that look at several addresses, or at memory that plain stores changed: look again a few times before giving up.
+    if (wake_rounds++ < 3 && wake_parked(true)) continue;
+    return nullptr;
+  }
+  return nullptr;
+}
+
+void World::suspend(State state, Place place) {
+  Thread* t = running_thread();
+  t->state = state;
+  t->place = place;
+  Thread* next = pick();
+  if (next == t) {
+    current = t;
+    return;
+  }
+  current = next;
+  switches++;
+  if (!next) {
+    fiber_switch(*t->fiber, main);
+  } else {
+    if (!next->fiber) next->fiber = fiber_take();
+    fiber_switch(*t->fiber, *next->fiber);
+  }
+}
+
+void World::yield_now() {
+  Thread* t = running_thread();
+  auto& ready = ranks[size_t(t->block->launch->rank)].ready;
+  t->state = State::READY;
+  if (options.random)
+    ready.push_back(t);
+  else
+    ready.insert(ready.begin(), t);  // in order, the last pushed runs next: let everybody else go first
+  suspend(State::READY, t->place);
+}
+
+bool World::advance() {
+  if (failed) return false;
+  World* outer = world;
+  world = this;
+  faults_install();
+  wake_parked(true);
+  wake_rounds = 0;
+  while (Thread* t = pick()) {
+    current = t;
+    if (!t->fiber) t->fiber = fiber_take();
+    switches++;
+    fiber_switch(main, *t->fiber);
+  }
+  current = nullptr;
+  faults_remove();
+  world = outer;
+  return !failed;
+}
+
+// What every fibre does: run a thread, then either begin another thread on the same stack (a thread that never waited costs no switch)
+// or go to sleep in the pool.
+void fiber_main() {
+  for (;;) {
+    Thread* t = running_thread();
+    const Launch& launch = *t->block->launch;
+    launch.entry->call(launch.args.data());
+    t = running_thread();
+    Fiber* self = t->fiber;
+    Thread* next = world->thread_done(t);
+    current = next;
+    if (next && !next->fiber) {
+      next->fiber = self;
+      continue;
+    }
+    fiber_put(self);
+    world->switches++;
+    fiber_switch(*self, next ? *next->fiber : world->main);
+  }
+}
+
+Thread* World::thread_done(Thread* t) {
+  Block* b = t->block;
+  t->state = State::DONE;
+  t->fiber = nullptr;
+  t->warp->live &= ~(1u << t->lane);
+  progress++;
+  b->exited++;
+  if (b->arrived)
+    fail_elsewhere("barrier divergence: a thread returned while others of its block wait at __syncthreads, " +
+                   std::string(b->barrier_place.file) + ":" + std::to_string(b->barrier_place.line) + "; " + who(*t));
+  for (int i = 0; i < WARP && !failed; i++) {
+    const Collective& c = t->warp->pending[size_t(i)];
+    if ((t->warp->in_use >> i & 1) && (c.mask >> t->lane & 1))
+      fail_elsewhere("lane missing: a lane returned while its warp waits for it in " + std::string(c.op->name) + ", " + c.place.file + ":" +
+                     std::to_string(c.place.line) + "; " + who(*t));
+  }
+  if (--b->live == 0 && !failed) finish_block(b);
+  return pick();
+}
+
+// ---- threads that poll -------------------------------------------------------------------------------------------------
+
+void World::wake(const char* begin, size_t bytes) {
+  progress++;
+  const int owner = memory.owner(begin);
+  for (size_t r = 0; r < ranks.size(); r++) {
+    if (owner >= 0 && owner != int(r)) continue;
+    auto& parked = ranks[r].parked;
+    for (size_t i = 0; i < parked.size();) {
+      Thread* t = parked[i];
+      const bool hit = owner < 0 || t->poll_repeats > 0 || (t->poll < begin + bytes && begin < t->poll + t->poll_bytes);
+      if (!hit) {
+        i++;
+        continue;
+      }
+      parked[i] = parked.back();
+      parked.pop_back();
+      make_ready(t);
+    }
+  }
+}
+
+void World::park(Place place) {
+  Thread* t = running_thread();
+  const int owner = memory.owner(t->poll);
+  ranks[size_t(owner < 0 ? t->block->launch->rank : owner)].parked.push_back(t);  // shared memory: woken by any wake of its rank
+  suspend(State::POLL, place);
+}
+
+bool World::memory_changed(const Thread& t) const { return memcmp(t.poll, t.poll_value, t.poll_bytes) != 0; }
+
+// Wakes the threads whose polled memory has changed behind the wrappers' back, or all of them.
+bool World::wake_parked(bool all) {
+  bool any = false;
+  for (Rank& r : ranks)
+    for (size_t i = 0; i < r.parked.size();) {
+      Thread* t = r.parked[i];
+      if (!all && !memory_changed(*t)) {
+        i++;
+        continue;
+      }
+      r.parked[i] = r.parked.back();
+      r.parked.pop_back();
+      make_ready(t);
+      any = true;
+    }
+  return any;
+}
+
+}  // namespace simt

@@ -1,0 +1,203 @@
+// world.h - the runtime's own structures: threads, warps, blocks, launches, ranks, and the one scheduler over them.
+#pragma once
+#include <array>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+#include "link.h"
+#include "memory.h"
+#include "runtime.h"
+
+namespace simt {
+
+constexpr int WARP = 32;
+constexpr size_t STATIC_SHARED_LIMIT = 48 << 10;
+
+class Race;
+struct World;
+struct Warp;
+struct Block;
+struct Launch;
+
+enum class State : uint8_t { READY, BARRIER, COLLECTIVE, POLL, GRID, DONE };
+
+struct Thread : ThreadView {
+  Fiber* fiber = nullptr;  // taken when the thread first runs
+  Block* block = nullptr;
+  Warp* warp = nullptr;
+  State state = State::READY;
+  uint32_t number = 0;     // within the block, x fastest
+  size_t ready_at = 0;     // index in Rank::ready while READY
+  Place place{nullptr, 0};
+  int result = 0;          // of a voting barrier
+  // The last polled value: reading it again from the same address puts the thread to sleep.
+  const char* poll = nullptr;
+  unsigned char poll_bytes = 0, poll_value[16] = {};
+  uint64_t poll_progress = 0;
+  int poll_repeats = 0;
+};
+
+struct Collective {
+  uint32_t mask = 0, arrived = 0;  // mask 0: the slot is free
+  const WarpOp* op = nullptr;
+  Place place{nullptr, 0};
+  void* operand[WARP];
+};
+
+struct Warp {
+  Thread* lanes = nullptr;  // the block's threads from this warp's first on
+  uint32_t live = 0;
+  uint32_t epoch = 0;     // __syncwarps so far
+  uint32_t in_use = 0;    // bit i: pending[i] is active
+  std::array<Collective, WARP> pending;
+};
+
+struct Block : BlockView {
+  Launch* launch = nullptr;
+  uint32_t uid = 0;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  uint32_t live = 0, exited = 0;
+  // The barrier that is being gathered.
+  uint32_t arrived = 0;
+  Place barrier_place{nullptr, 0};
+  int vote_or = 0, vote_and = 1, vote_count = 0;
+  uint32_t epoch = 0;  // barriers passed
+  bool triggered = false;  // griddepcontrol.launch_dependents
+  SharedSlot* shared = nullptr;
+  std::vector<SharedVar> vars;
+  char* statics_next = nullptr;
+};
+
+struct Argument {
+  const char* name;
+  const char* begin;  // the view that was passed: [begin, begin + bytes); null for values
+  size_t bytes;
+};
+
+// One queued operation of a rank's stream: a kernel launch, or a copy or fill when `entry` is null.
+struct Launch {
+  const Entry* entry = nullptr;
+  int rank = 0;
+  uint32_t seq = 0;  // position in the rank's stream, from 1
+  Index3 grid{1, 1, 1}, block{1, 1, 1};
+  size_t smem = 0;
+  bool dependent = false;  // programmatic dependent launch
+  std::vector<unsigned char> values;
+  std::vector<void*> args;
+  std::vector<Argument> arguments;
+  std::vector<uint32_t> order;  // blocks in the order in which they start
+  size_t next_block = 0;
+  uint32_t resident = 0, finished = 0, triggers = 0;
+  uint32_t resident_limit = 1;  // how many blocks may be on the device at once
+  bool complete = false, previous_complete = true;
+  bool waited = false;  // some thread executed griddepcontrol.wait
+  // copy (from host bytes in `values`) or fill
+  char* target = nullptr;
+  size_t target_bytes = 0;
+  int fill_byte = -1;
+
+  uint32_t blocks() const { return grid.x * grid.y * grid.z; }
+};
+
+struct Rank {
+  std::vector<Thread*> ready;
+  std::vector<Thread*> parked;                // threads of any rank that poll this rank's memory
+  std::deque<std::unique_ptr<Launch>> queue;  // not started
+  std::vector<std::unique_ptr<Launch>> active;  // oldest first; more than one only with dependent launch
+  uint32_t launched = 0, completed = 0;       // sequence numbers
+  uint32_t weight = 1;                        // share of the scheduler's attention
+  std::vector<Thread*> grid_waiters;          // in griddepcontrol.wait
+};
+
+struct Options {
+  uint64_t seed = 0;
+  bool random = false;       // false: in order, one block at a time
+  bool weak_links = false;   // stores to other ranks may be delayed and reordered
+  bool weak_local = false;   // volatile stores to the own rank too
+  bool adversary = true;     // seed-chosen strategy; false: uniform
+  bool race = false;         // vector clocks (kernels must be compiled with -fsanitize=thread)
+  size_t rank_bytes = size_t(4) << 30;
+};
+
+// xorshift64*: all of a schedule's randomness.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15ull + 0x1234567) {
+    for (int i = 0; i < 4; i++) next();
+  }
+  uint32_t next() {
+    state_ ^= state_ << 13, state_ ^= state_ >> 7, state_ ^= state_ << 17;
+    return uint32_t(state_ * 0x2545F4914F6CDD1Dull >> 32);
+  }
+  uint32_t below(uint32_t n) { return uint32_t(uint64_t(next()) * n >> 32); }
+
+ private:
+  uint64_t state_;
+};
+
+struct World {
+  World(int ranks, const Options& options);
+  ~World();
+
+  // ---- from the host
+  void enqueue(std::unique_ptr<Launch> launch);
+  bool advance();  // runs until nothing can run; false: the world has failed
+  void host_synced(int rank);
+  bool rank_idle(int rank) const { return ranks[size_t(rank)].active.empty() && ranks[size_t(rank)].queue.empty(); }
+
+  // ---- scheduling (scheduler.cpp, stream.cpp)
+  Thread* pick();
+  Thread* take_ready();
+  void make_ready(Thread* t);
+  void suspend(State state, Place place);  // the running thread; returns when it is scheduled again
+  void yield_now();
+  Thread* thread_done(Thread* t);          // the running thread has returned; what to run next
+  bool start_more(bool beyond_width);
+  bool start_next_launch(Rank& rank);
+  void start_block(Rank& rank, Launch& launch);
+  void finish_block(Block* b);
+  void block_triggered(Block* b);
+  void launch_complete(Rank& rank, Launch& launch);
+  void wake(const char* begin, size_t bytes);
+  bool wake_parked(bool all);
+  bool memory_changed(const Thread& t) const;
+  void park(Place place);                  // the running thread, until what it polls changes
+
+  // ---- failure (report.cpp)
+  [[noreturn]] void fail_now(Place place, const std::string& what);
+  void fail_elsewhere(const std::string& what);
+  std::string stuck() const;
+  std::string who(const Thread& t) const;
+  std::string where(const void* p, const Launch* launch) const;
+
+  Options options;
+  Random random;
+  Memory memory;
+  SharedPool shared;
+  std::vector<Rank> ranks;
+  Links links;
+  std::unique_ptr<Race> race;
+  Fiber main;
+  std::vector<std::unique_ptr<Block>> running;
+  std::vector<std::unique_ptr<Block>> spare;
+  std::string error;
+  bool failed = false;
+  uint64_t steps = 0, switches = 0, progress = 0, wake_mark = ~0ull;
+  int wake_rounds = 0;
+  uint32_t width = 1;       // blocks that a rank likes to keep resident
+  uint32_t next_uid = 0;
+  uint32_t chance_load = 0, chance_store = 0;  // of giving way after a poll or a store, of 2^32
+};
+
+extern World* world;  // the one that is running
+inline Thread* running_thread() { return static_cast<Thread*>(current); }
+
+// Signals that kernel code raised become failures of the world (fault.cpp).
+void faults_install();
+void faults_remove();
+
+}  // namespace simt

@@ -1,0 +1,233 @@
+"""`qwen_raw.device.Device` on the CPU: the kernels of cuda_src/, compiled by the host's compiler, thread by thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import numpy as np
+
+from qwen_raw.device import U64, Arg, Dim, Kernel
+from qwen_raw.errors import QwenRawError
+from qwen_raw.simt.buffer import Allocation, SimBuffer, SimHostRing
+from qwen_raw.simt.kernel import (
+    Bound,
+    SimKernel,
+    SimParam,
+    check_geometry,
+    check_pointer,
+    check_value,
+    prepare,
+    resident_blocks,
+)
+from qwen_raw.simt.world import SimWorld
+
+SMEM_PER_BLOCK = 227 << 10  # as on sm_90
+
+
+class SimGraph:
+    """A captured sequence of launches and fills, queued again by each launch()."""
+
+    def __init__(self, device: SimDevice, steps: list[Callable[[], None]]) -> None:
+        self._device = device
+        self._steps = steps
+        self._open = True
+
+    def launch(self) -> None:
+        """Queues one replay."""
+        if not self._open:
+            raise QwenRawError("a graph was launched after close()")
+        self._device.not_capturing("launching a graph")
+        for step in self._steps:
+            step()
+
+    def close(self) -> None:
+        """Lets go of the launches; a second call does nothing."""
+        self._open = False
+        self._steps = []
+
+
+class SimCapture:
+    """What capture() yields; `graph` exists once the with-block has ended without an error."""
+
+    def __init__(self) -> None:
+        self._graph: SimGraph | None = None
+
+    @property
+    def graph(self) -> SimGraph:
+        """The captured graph."""
+        if self._graph is None:
+            raise QwenRawError("the graph exists only after the capture's with-block has ended")
+        return self._graph
+
+    @graph.setter
+    def graph(self, graph: SimGraph) -> None:
+        self._graph = graph
+
+
+class SimDevice:
+    """One rank of a simulated world, or a world of its own.
+
+    A launch runs at once, so errors are raised where the launch is; only launches that wait for another rank are still
+    pending when launch() returns. `seed`, `race`, `sanitize`: see SimWorld; they belong to `world` where one is given.
+    """
+
+    kind: Literal["cuda", "sim"] = "sim"
+    arch = "sim"
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        race: bool = False,
+        sanitize: Literal["address"] | None = None,
+        sm_count: int = 4,
+        world: SimWorld | None = None,
+        rank: int = 0,
+    ) -> None:
+        """Raises UsageError where there is no C++17 compiler."""
+        self._own_world = world is None
+        self.world = SimWorld(1, seed=seed, race=race, sanitize=sanitize) if world is None else world
+        if not 0 <= rank < self.world.ranks:
+            raise QwenRawError(f"rank {rank} of a simulated world of {self.world.ranks}")
+        self.rank = rank
+        self.name = f"SIMT simulator, rank {rank} of {self.world.ranks}" if self.world.ranks > 1 else "SIMT simulator"
+        self.sm_count = sm_count
+        self.smem_per_block = SMEM_PER_BLOCK
+        self.host_syncs = 0
+        self._captured: list[Callable[[], None]] | None = None
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> SimBuffer:
+        """A new buffer of 0xff bytes: NaN in every float format, so that reading it before writing shows."""
+        self.not_capturing("allocating memory")
+        owner = Allocation(self.world, self.rank, math.prod(shape) * np.dtype(dtype).itemsize)
+        return SimBuffer(self, owner, owner.ptr, shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> SimBuffer:
+        """A new buffer of zero bytes."""
+        buffer = self.empty(shape, dtype)
+        buffer.fill(0)
+        return buffer
+
+    def array(self, host: np.ndarray[Any, Any]) -> SimBuffer:
+        """A new buffer with a copy of `host`."""
+        buffer = self.empty(host.shape, host.dtype)
+        buffer.upload(host)
+        return buffer
+
+    def host_ring(self, slots: int) -> SimHostRing:
+        """`slots` zeroed uint64 words that kernels and the host share."""
+        return SimHostRing(self.zeros((slots,), U64))
+
+    def kernel(self, stem: str, name: str) -> SimKernel:
+        """The entry point `name` of cuda_src/`stem`.cu: compiled or taken from the cache.
+
+        Raises QwenRawError for a compile error (with file and line) or a name that the file does not have.
+        """
+        return self.world.kernel(stem, name)
+
+    def launch(
+        self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
+    ) -> None:
+        """Queues one launch and runs what can run.
+
+        Raises QwenRawError for a geometry or arguments that do not fit the kernel, SimError for what the kernel does.
+        """
+        if not isinstance(kernel, SimKernel):
+            raise QwenRawError(f"{kernel!r} was launched on the simulator: load it with this device's kernel()")
+        check_geometry(kernel, grid, block, smem, self.smem_per_block)
+        if len(args) != len(kernel.params):
+            names = ", ".join(p.name for p in kernel.params)
+            raise QwenRawError(f"{kernel.name} takes {len(kernel.params)} arguments ({names}), got {len(args)}")
+        prepared = prepare(
+            kernel,
+            self.rank,
+            (grid, block, smem),
+            [self._bind(kernel, param, arg) for param, arg in zip(kernel.params, args, strict=True)],
+            dependent=pdl,
+            resident_limit=resident_blocks(block, smem, self.sm_count),
+            keep=[arg for arg in args if isinstance(arg, SimBuffer)],
+        )
+        self._queue(lambda: self.world.launch(prepared))
+
+    def capture(self) -> AbstractContextManager[SimCapture]:
+        """Records what the with-block launches: `with device.capture() as c: …`, then `c.graph.launch()`."""
+        return self._capturing()
+
+    def synchronize(self) -> None:
+        """Waits for everything queued on this device; counted.
+
+        Raises SimError with every waiting thread's place if it can never finish.
+        """
+        self.not_capturing("waiting")
+        self.host_syncs += 1
+        self.world.wait(self.rank)
+
+    def idle(self) -> bool:
+        """Whether everything queued has finished; never waits."""
+        self.world.advance()
+        return self.world.runtime.rank_idle(self.world.handle, self.rank)
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of this rank."""
+        used = self.world.runtime.memory_used(self.world.handle, self.rank)
+        return self.world.memory - used, self.world.memory
+
+    def close(self) -> None:
+        """Frees everything, unless the world is shared: then its close() does."""
+        if self._own_world:
+            self.world.close()
+
+    def __enter__(self) -> SimDevice:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def not_capturing(self, what: str) -> None:
+        """Raises QwenRawError if a capture is under way."""
+        if self._captured is not None:
+            raise QwenRawError(f"{what} is not possible during a capture")
+
+    def queue_fill(self, buffer: SimBuffer, byte: int) -> None:
+        """Queues a fill of `buffer`."""
+
+        def fill() -> None:
+            self.world.runtime.fill(self.world.handle, self.rank, buffer.ptr, byte, buffer.nbytes)
+            self.world.advance()
+
+        self._queue(fill)
+
+    def _queue(self, step: Callable[[], None]) -> None:
+        if self._captured is None:
+            step()
+        else:
+            self._captured.append(step)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[SimCapture]:
+        self.not_capturing("starting a capture")
+        steps = self._captured = []
+        result = SimCapture()
+        try:
+            yield result
+        finally:
+            self._captured = None
+        result.graph = SimGraph(self, steps)
+
+    def _bind(self, kernel: SimKernel, param: SimParam, arg: Arg) -> Bound:
+        if isinstance(arg, np.generic | np.ndarray):
+            value = check_value(kernel, param, arg)
+            return Bound(value, self._pointed_to(value) if param.kind == "s" else ())
+        if not isinstance(arg, SimBuffer) or arg.device.world is not self.world:
+            raise QwenRawError(f"{kernel.name}: argument {param.name} is {arg!r}, not memory of this simulator")
+        check_pointer(kernel, param, arg.dtype)
+        return Bound(arg.ptr.to_bytes(8, "little"), ((arg.ptr, arg.nbytes),))
+
+    def _pointed_to(self, struct: bytes) -> tuple[tuple[int, int], ...]:
+        """The allocations that the 8-byte words of a struct point into."""
+        words = np.frombuffer(struct[: len(struct) // 8 * 8], U64)
+        found = [self.world.runtime.find(self.world.handle, int(word)) for word in words]
+        return tuple(dict.fromkeys(view for view in found if view is not None))

@@ -1,0 +1,198 @@
+"""The scheduler and address space that simulated devices share: the ranks of an engine, in one process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from qwen_raw import paths
+from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.simt.build import Builder
+from qwen_raw.simt.kernel import Module, Prepared, SimKernel
+from qwen_raw.simt.native import Options, Runtime, SimError, Stats
+from qwen_raw.simt.toolchain import Variant
+
+IDLE, WAITS, FAILED = 0, 1, 2
+
+
+class SimWorld:
+    """`ranks` devices under one scheduler.
+
+    `seed`: None runs blocks one after another, in order, and stores to peers at once: the fast way. A number makes the
+    schedule random: which blocks are resident together, who runs next, when and in which order stores to other ranks
+    land (and, with `weak_local`, volatile stores to the own rank), what dependent launches overlap; the same seed gives
+    the same run. `adversary`: the seed also chooses slow ranks and stalled links; False: all are alike.
+    `race`: kernels are instrumented; every access is checked for races, bounds, alignment and, in shared memory, for
+    having been written. `sanitize`: "address" compiles kernels with AddressSanitizer and UndefinedBehaviorSanitizer,
+    which works only in a process started by `python -m qwen_raw.simt.run`.
+    `memory`: bytes a rank.
+    """
+
+    def __init__(
+        self,
+        ranks: int = 1,
+        *,
+        seed: int | None = None,
+        weak_local: bool = False,
+        adversary: bool = True,
+        race: bool = False,
+        sanitize: Literal["address"] | None = None,
+        memory: int = 4 << 30,
+        source_root: Path | None = None,
+        kernel_folders: tuple[Path, ...] = (),
+        defines: tuple[str, ...] = (),
+        cache_dir: Path | None = None,
+    ) -> None:
+        variant = _variant(race, sanitize)
+        self.ranks = ranks
+        self.seed = seed
+        self.memory = memory
+        self._builder = Builder(
+            variant,
+            source_root=source_root or paths.cuda_src(),
+            cache_dir=cache_dir,
+            kernel_folders=kernel_folders,
+            defines=defines,
+        )
+        self.runtime = Runtime(self._builder.runtime())
+        options = Options(
+            seed=seed or 0,
+            rank_bytes=memory,
+            random=seed is not None,
+            weak_links=seed is not None,
+            weak_local=weak_local,
+            adversary=adversary,
+            race=race,
+        )
+        self._modules: dict[str, Module] = {}
+        self._keep: list[Prepared] = []
+        self._held = False
+        self._failure = ""
+        self._handle: int | None = self.runtime.world_create(ranks, options)
+
+    @property
+    def handle(self) -> int:
+        """The runtime's handle.
+
+        Raises QwenRawError once the world is closed, and after a failure: what is in memory then means nothing.
+        """
+        if self._handle is None:
+            raise QwenRawError("the simulated device has been closed")
+        if self._failure:
+            raise QwenRawError(f"the simulated device failed earlier: {self._failure}")
+        return self._handle
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() has been called."""
+        return self._handle is None
+
+    def kernel(self, stem: str, name: str) -> SimKernel:
+        """The entry point `name` of `stem`.cu, compiled or taken from the cache.
+
+        Raises QwenRawError for a compile error, or a name that the file does not have.
+        """
+        if stem not in self._modules:
+            self._modules[stem] = Module(self._builder.kernel(stem))
+        kernels = self._modules[stem].kernels
+        if name not in kernels:
+            raise QwenRawError(f"cuda_src/{stem}.cu has no kernel {name}: it has {', '.join(sorted(kernels))}")
+        return kernels[name]
+
+    def launch(self, prepared: Prepared) -> None:
+        """Queues a launch, and runs what can run."""
+        self.runtime.launch(self.handle, prepared.launch)
+        self._keep.append(prepared)
+        self.advance()
+
+    def advance(self) -> int:
+        """Runs until every queue is empty (IDLE) or what runs waits for something not yet queued (WAITS).
+
+        Does nothing inside `together()`. Raises SimError when a kernel fails.
+        """
+        if self._held:
+            return WAITS
+        state = self.runtime.advance(self.handle)
+        if state == FAILED:
+            self._fail(self.runtime.error(self.handle))
+        if state == IDLE:
+            self._keep.clear()
+        return state
+
+    def wait(self, rank: int) -> None:
+        """Runs until everything queued on `rank` has finished, as the host waiting for it.
+
+        Raises SimError with every waiting thread's place if that cannot happen.
+        """
+        if self._held:
+            raise QwenRawError("the host cannot wait for a device while launches are held together")
+        self.advance()
+        if not self.runtime.rank_idle(self.handle, rank):
+            self._fail(self.runtime.stuck(self.handle))
+        self.runtime.host_synced(self.handle, rank)
+
+    def run(self) -> None:
+        """Runs until every rank has finished.
+
+        Raises SimError for a failure or a deadlock.
+        """
+        self.advance()
+        for rank in range(self.ranks):
+            self.wait(rank)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Holds back what the with-block queues, so that all ranks start from one point: the block's end."""
+        return self._hold()
+
+    @contextmanager
+    def _hold(self) -> Iterator[None]:
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self.advance()
+
+    def release(self, ptr: int) -> None:
+        """Frees memory: what a buffer's finaliser calls, so it never raises."""
+        if self._handle is not None:
+            self.runtime.release(self._handle, ptr)
+
+    def stats(self) -> Stats:
+        """Scheduling steps and other counters since the beginning."""
+        return self.runtime.stats(self.handle)
+
+    def close(self) -> None:
+        """Frees everything; a second call does nothing."""
+        if self._handle is not None:
+            self.runtime.world_destroy(self._handle)
+            self._handle = None
+            self._keep.clear()
+
+    def __enter__(self) -> SimWorld:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _fail(self, message: str) -> None:
+        self._failure = message
+        raise SimError(message)
+
+
+def _variant(race: bool, sanitize: str | None) -> Variant:
+    if sanitize is None:
+        return "race" if race else "plain"
+    if sanitize != "address":
+        raise UsageError(f'sanitize is "address" or None, not {sanitize!r}')
+    if race:
+        raise UsageError("race and sanitize exclude each other: each instruments every access")
+    if not hasattr(ctypes.CDLL(None), "__asan_init"):
+        raise UsageError('sanitize="address" needs AddressSanitizer in the process: python -m qwen_raw.simt.run …')
+    return "address"
