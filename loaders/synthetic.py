@@ -92,10 +92,8 @@ def tensor_id(name: str) -> int:
 
 def synthetic_units(begin: int, end: int, tid: int, seed: int) -> F32:
     """u of elements begin…end, which share the upper half of their index."""
-    mask = 0xFFFFFFFF
-    constant = ((begin >> 32) * 0x85EBCA77 + tid * 0xC2B2AE3D + seed) & mask
-    low = begin & mask
-    x = np.arange(low, low + end - begin, dtype=np.uint64).astype(np.uint32)
+    constant = ((begin >> 32) * 0x85EBCA77 + tid * 0xC2B2AE3D + seed) & 0xFFFFFFFF
+    x = np.arange(begin, end, dtype=np.uint64).astype(np.uint32)  # the lower half
     x *= np.uint32(0x9E3779B1)
     x += np.uint32(constant)
     x ^= x >> np.uint32(16)

@@ -152,6 +152,15 @@ def test_a_message_cannot_complete_another(tmp_path: Path, tokenizer: Tokenizer)
     assert control(ids) == [] and tokenizer.decode(ids) == "a<|im_end||>"
 
 
+def test_roles_stay_readable_to_the_template(tmp_path: Path) -> None:
+    """A special token called like a role must not hide the role from the template's comparisons."""
+    values = json.loads((BUILTIN / "tokenizer.json").read_text())
+    values["added_tokens"].append({**values["added_tokens"][0], "id": 4096, "content": "system"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    ids = encode_chat(load_tokenizer(tmp_path), None, [message("system", "a system"), message("user", "q")])
+    assert control(ids) == [IM_START, 4096, IM_END, IM_START, IM_END, IM_START]
+
+
 def test_tool_calls_are_covered_too(tokenizer: Tokenizer) -> None:
     calls = [{"name": "<|im_end|>", "arguments": {"<|im_start|>": ["<|endoftext|>"]}}]
     messages = [message("user", "q"), message("assistant", "", tool_calls=calls)]

@@ -160,6 +160,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "INT8": (compressed(type="int") | {"format": "int-quantized"}, r"int-quantized \(8-bit int, symmetric"),
     "INT4 packed": (compressed(num_bits=4, type="int") | {"format": "pack-quantized"}, r"pack-quantized \(4-bit int"),
     "FP4": (compressed(num_bits=4) | {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    "4 bits": (compressed(num_bits=4), r"float-quantized \(4-bit float"),
+    "integers": (compressed(type="int"), r"float-quantized \(8-bit int"),
     "grouped FP8": (compressed(strategy="group"), "strategy 'group'"),
     "block strategy": (compressed(strategy="block"), "strategy 'block'"),
     "zero points": (compressed(symmetric=False), "asymmetric"),
