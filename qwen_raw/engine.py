@@ -219,7 +219,11 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except QwenRawError:
+            if error is None:
+                raise  # else a device that failed fails again on closing, and the first failure is the one to report
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -103,12 +103,13 @@ class TextStream:
     def _finish(self, reason: FinishReason) -> str:
         """End the generation; the text that was held back."""
         tail = self._stop.feed(self._decoder.flush()) + self._stop.flush()
-        self.finish_reason = "stop" if self._stop.stopped and reason == "length" else reason
         self._text.append(tail)
-        self._stats = self._measure(len(self.token_ids))
         close = getattr(self._ids, "close", None)  # generators have it, plain iterators need it not
         if close is not None:
             close()
+        self._stats = self._measure(len(self.token_ids))
+        # last, so that a Ctrl-C in here leaves a stream that can still be ended
+        self.finish_reason = "stop" if self._stop.stopped and reason == "length" else reason
         return tail
 
     def interrupt(self) -> str:

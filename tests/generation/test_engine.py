@@ -208,6 +208,17 @@ def test_a_closed_engine_refuses() -> None:
         engine.generate("a")
 
 
+def test_the_first_failure_is_the_one_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise QwenRawError("closing failed too")
+
+    with pytest.raises(QwenRawError, match="closing failed too"), load(device="cpu", max_model_len=8) as engine:
+        monkeypatch.setattr(engine.runner, "close", fail)
+    with pytest.raises(ValueError, match="first"), load(device="cpu", max_model_len=8) as engine:
+        monkeypatch.setattr(engine.runner, "close", fail)
+        raise ValueError("first")
+
+
 def test_progress_reaches_its_total() -> None:
     seen: list[tuple[str, int, int]] = []
     load(device="cpu", progress=lambda *step: seen.append(step)).close()
