@@ -94,6 +94,7 @@ class SimDevice:
             raise QwenRawError(f"rank {rank} of a simulated world of {self.world.ranks}")
         self.rank = rank
         self.name = f"SIMT simulator, rank {rank} of {self.world.ranks}" if self.world.ranks > 1 else "SIMT simulator"
+        self.driver = f"SIMT simulator, {self.world.compiler}"
         self.sm_count = sm_count
         self.smem_per_block = SMEM_PER_BLOCK
         self.host_syncs = 0

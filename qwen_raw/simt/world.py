@@ -87,6 +87,11 @@ class SimWorld:
         return self._handle
 
     @property
+    def compiler(self) -> str:
+        """The C++ compiler's name and version."""
+        return self._builder.compiler.version
+
+    @property
     def closed(self) -> bool:
         """Whether close() has been called."""
         return self._handle is None
