@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import qwen_raw
+from loaders.resolve import builtin_path
 from qwen_raw import SamplingParams
 from qwen_raw.cli import status
 
@@ -127,10 +129,6 @@ def test_how_much_is_said(cli: Callable[..., Any]) -> None:
 
 
 def test_sampling_defaults_that_are_not_followed_are_named(cli: Callable[..., Any], tmp_path: Path) -> None:
-    import shutil
-
-    from loaders.resolve import builtin_path
-
     folder = Path(shutil.copytree(builtin_path("tiny-shakespeare-draft"), tmp_path / "model"))
     said = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
     (folder / "generation_config.json").write_text(json.dumps(said), encoding="utf-8")
@@ -143,6 +141,15 @@ def test_chat(cli: Callable[..., Any]) -> None:
     ran = cli("generate", "-p", "Who's there?", "--chat", "--system", "Answer.", "-n", "4", *CPU)
     assert ran.code == 0
     assert "in the chat template" in ran.err
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="needs a C++17 compiler")
+def test_simulated_kernels_say_the_same(cli: Callable[..., Any]) -> None:
+    arguments = ("generate", "-m", "tiny-shakespeare-draft", "-p", "ROMEO:", "-n", "3", "-c", "32")
+    simulated = cli(*arguments, "--device", "sim")
+    assert simulated.code == 0, simulated.err
+    assert simulated.out == cli(*arguments, "--device", "cpu").out
+    assert "simulated on the CPU: this is slow" in simulated.err
 
 
 def test_no_progress_bar_where_nobody_looks(cli: Callable[..., Any]) -> None:
