@@ -20,9 +20,9 @@ gemm_qkv_bf16(bf16* q,             // [T, H, HD]
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void
-gemm_add_bf16(float* h,       // [T, N] residual stream, in place
+gemm_add_bf16(float* h,           // [T, N] residual stream, in place
               const uint16_t* a,  // [T, K] bf16 bits
-              const bf16* w,  // [N, K]
+              const bf16* w,      // [N, K]
               int T, int N, int K) {
   gemm_f32<GemmBf16<OperandBf16>, true>(h, a, w, nullptr, T, N, K);
 }
@@ -37,9 +37,9 @@ gemm_swiglu_bf16(bf16* act,           // [T, I]
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void
-gemm_f32_bf16(float* c,       // [T, N]
+gemm_f32_bf16(float* c,           // [T, N]
               const uint16_t* a,  // [T, K] bf16 bits
-              const bf16* w,  // [N, K]
+              const bf16* w,      // [N, K]
               int T, int N, int K) {
   gemm_f32<GemmBf16<OperandBf16>, false>(c, a, w, nullptr, T, N, K);
 }

@@ -10,9 +10,9 @@
 constexpr int UNROLL = 4;  // 2 rows × 4 packs × 16 B × 32 lanes = 4 KB in flight a warp
 
 KERNEL_OCC(GEMV_THREADS, 4) void
-gemv_add_bf16(float* h,        // [N] residual stream, in place
-              const bf16* x,   // [K]
-              const bf16* w,   // [N, K]
+gemv_add_bf16(float* h,       // [N] residual stream, in place
+              const bf16* x,  // [K]
+              const bf16* w,  // [N, K]
               int N, int K) {
   DYN_SHARED(uint4, xs);
   gemv_add<WeightBf16<StageBf16>, UNROLL>(h, x, w, nullptr, N, K, xs);
@@ -45,7 +45,7 @@ gemv_qkv_bf16(bf16* q,             // [H, HD]
 }
 
 KERNEL_OCC(GEMV_THREADS, 4) void
-gemv_logits_bf16(float* logits,  // [V]
+gemv_logits_bf16(float* logits,   // [V]
                  const float* h,  // [K]
                  const bf16* g,   // [K]
                  const bf16* w,   // [V, K]

@@ -15,6 +15,8 @@ struct shared_type { using type = T; };
   extern __shared__ __align__(16) unsigned char dyn_shared_[]; \
   T* name = reinterpret_cast<T*>(dyn_shared_)
 #define NEG_INF (-__int_as_float(0x7f800000))
+// A structure passed by value that is indexed at run time: read from the parameter bank, without a copy in local memory.
+#define BY_VALUE const __grid_constant__
 #if defined(__CUDACC_RTC__)
 using int32_t = int;
 using uint32_t = unsigned int;
@@ -27,6 +29,7 @@ using uint16_t = unsigned short;
 #endif
 #else
 #include "../sim/simt.h"
+#define BY_VALUE const
 #endif
 
 using bf16 = __nv_bfloat16;
