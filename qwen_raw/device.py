@@ -52,7 +52,8 @@ Dim = tuple[int, int, int]
 class Kernel(Protocol):
     """One loaded entry point."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
 
 class Graph(Protocol):

@@ -97,6 +97,7 @@ class DeviceRunner:
         """See Runner. The first id is posted by prefill, the others by replays of the decode graph."""
         graph = self._live_graph()
         sampler, first = self.decode.sampler, self._launched
+        ahead = AHEAD if self.device.kind == "cuda" else 0  # the simulator works while the host launches
         self._hash = None
         sampler.set_params(temperature, seed, self.text_vocab)
         h = self._prefill(ids)
@@ -105,7 +106,7 @@ class DeviceRunner:
         sample(self.device, self.decode.logits, sampler)
         self._launched += 1
         for step in range(first, first + max_tokens):
-            while self._launched < min(first + max_tokens, step + 1 + AHEAD):
+            while self._launched < min(first + max_tokens, step + 1 + ahead):
                 graph.launch()
                 self._launched += 1
             yield self._read(step, position=len(ids) + step - first)

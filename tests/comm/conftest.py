@@ -1,0 +1,5 @@
+"""The shared device fixtures."""
+
+from device_fixtures import dev, rng
+
+__all__ = ["dev", "rng"]
