@@ -69,10 +69,11 @@ void make_context(Fiber& f) {
 }  // namespace
 
 #ifndef SIMT_USE_UCONTEXT
-extern "C" void simt_switch(void** save, void* to);
 // System V keeps rbx, rbp, r12 … r15 across calls; everything else the caller has already saved. MXCSR is the same in all fibres.
 asm(R"(
 .text
+.globl simt_switch
+.hidden simt_switch
 .type simt_switch,@function
 simt_switch:
   pushq %rbp
@@ -94,7 +95,7 @@ simt_switch:
 )");
 #endif
 
-void fiber_switch(Fiber& from, Fiber& to) {
+void fiber_switch_slowly(Fiber& from, Fiber& to) {
   if (__sanitizer_start_switch_fiber) {
     const void* stack = to.stack ? to.stack : pool().main_stack;
     __sanitizer_start_switch_fiber(&from.fake_stack, stack, to.stack ? to.bytes : pool().main_bytes);

@@ -20,8 +20,19 @@ struct Fiber {
   int color = 0;
 };
 
+void fiber_switch_slowly(Fiber& from, Fiber& to);  // with ucontext, or telling AddressSanitizer
+#ifndef SIMT_USE_UCONTEXT
+extern "C" __attribute__((visibility("hidden"))) void simt_switch(void** save, void* to);
+extern "C" __attribute__((weak)) void __sanitizer_start_switch_fiber(void**, const void*, size_t);
+#endif
+
 // Leave `from`, continue `to`. Returns when somebody switches back to `from`.
-void fiber_switch(Fiber& from, Fiber& to);
+inline void fiber_switch(Fiber& from, Fiber& to) {
+#ifndef SIMT_USE_UCONTEXT
+  if (!__sanitizer_start_switch_fiber) return simt_switch(&from.sp, to.sp);
+#endif
+  fiber_switch_slowly(from, to);
+}
 
 // A fibre from the pool, or a new one; it begins in (or returns to the loop of) fiber_main, which the scheduler defines.
 Fiber* fiber_take();

@@ -1,6 +1,5 @@
-// mma.cpp - mma.sync m16n8k16, bf16 or f16 operands: exact products, summed in double, rounded once. A GPU rounds in between, so results agree
-// within an fp32 ulp or two, not bit for bit.
-#include <cmath>
+// mma.cpp - mma.sync m16n8k16, bf16 or f16 operands: exact products, summed in double, rounded once. A GPU rounds in between, so
+// results agree within an fp32 ulp or two, not bit for bit.
 #include <cstring>
 
 #include "mma_lane.h"
@@ -10,23 +9,24 @@
 namespace simt {
 namespace {
 
-double widen_bf16(uint32_t word, int half) {
-  const uint32_t bits = half ? word & 0xffff0000u : word << 16;
+float float_from(uint32_t bits) {
   float f;
   memcpy(&f, &bits, 4);
   return f;
 }
 
-double widen_f16(uint32_t word, int half) {
-  const int bits = half ? int(word >> 16) : int(word & 0xffff), exponent = bits >> 10 & 31, mantissa = bits & 1023;
-  const double sign = bits & 0x8000 ? -1 : 1;
-  if (exponent == 31) return mantissa ? NAN : sign * HUGE_VAL;
-  return exponent ? sign * ldexp(1024 + mantissa, exponent - 25) : sign * ldexp(mantissa, -24);
+float widen_bf16(uint32_t word, int half) { return float_from(half ? word & 0xffff0000u : word << 16); }
+
+// The exponent's bias differs by 112; the multiplication also normalises subnormals.
+float widen_f16(uint32_t word, int half) {
+  const uint32_t h = half ? word >> 16 : word & 0xffffu, sign = (h & 0x8000u) << 16, magnitude = (h & 0x7fffu) << 13;
+  if ((h & 0x7c00u) == 0x7c00u) return float_from(sign | 0x7f800000u | magnitude);
+  return float_from(sign | magnitude) * 0x1p112f;
 }
 
 // With g = lane/4, t = lane%4: a[i] holds row g + 8(i&1), columns 2t + 8(i>>1) and the next; b[i] rows 2t + 8i and the next, column g;
 // c[i] row g + 8(i>>1), column 2t + (i&1).
-template <double (*widen)(uint32_t, int)>
+template <float (*widen)(uint32_t, int)>
 void mma_16816(void* const* operands) {
   double a[16][16], b[16][8];
   for (int lane = 0; lane < 32; lane++) {

@@ -89,11 +89,11 @@ std::string World::stuck() const {
   std::map<std::string, Group> groups;
   for (const auto& b : running)
     for (const Thread& t : b->threads) {
-      if (t.state == State::DONE) continue;
+      if (t.state == State::DONE || (t.warp->ready >> t.lane & 1)) continue;
       std::string what;
       if (t.state == State::BARRIER) what = "wait at __syncthreads, " + text(t.place);
       if (t.state == State::GRID) what = "wait in griddepcontrol.wait, " + text(t.place);
-      if (t.state == State::READY) what = "are ready";
+      if (t.state == State::RUNNING) what = "are ready";
       if (t.state == State::POLL) what = "poll " + where(t.poll, b->launch) + ", " + text(t.place);
       if (t.state == State::COLLECTIVE) {
         what = "wait in a warp collective, " + text(t.place);

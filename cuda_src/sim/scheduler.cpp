@@ -27,20 +27,39 @@ World::~World() {
       if (t.fiber && t.state != State::DONE) fiber_abandon(t.fiber);
 }
 
-void World::make_ready(Thread* t) {
-  auto& ready = ranks[size_t(t->block->launch->rank)].ready;
-  t->state = State::READY;
-  ready.push_back(t);
+void World::make_ready(Warp& w, uint32_t lanes) {
+  if (!lanes) return;
+  w.ready |= lanes;
+  Block& b = *w.block;
+  if (!b.ready_warps) {
+    auto& ready = ranks[size_t(b.launch->rank)].ready;
+    b.ready_at = ready.size();
+    ready.push_back(&b);
+  }
+  b.ready_warps |= 1u << w.number;
+}
+
+Thread* World::take(Rank& r, Block* b, uint32_t warp, uint32_t lane) {
+  Warp& w = b->warps[warp];
+  w.ready &= ~(1u << lane);
+  b->last_warp = warp;
+  if (!w.ready) b->ready_warps &= ~(1u << warp);
+  if (!b->ready_warps) {
+    r.ready[b->ready_at] = r.ready.back();
+    r.ready[b->ready_at]->ready_at = b->ready_at;
+    r.ready.pop_back();
+  }
+  return w.lanes + lane;
 }
 
 Thread* World::take_ready() {
   if (!options.random) {
-    for (Rank& r : ranks)
-      if (!r.ready.empty()) {
-        Thread* t = r.ready.back();
-        r.ready.pop_back();
-        return t;
-      }
+    for (Rank& r : ranks) {
+      if (r.ready.empty()) continue;
+      Block* b = r.ready.back();
+      const uint32_t warp = b->warps[b->last_warp].ready ? b->last_warp : uint32_t(__builtin_ctz(b->ready_warps));
+      return take(r, b, warp, uint32_t(__builtin_ctz(b->warps[warp].ready)));
+    }
     return nullptr;
   }
   uint32_t total = 0;
@@ -51,11 +70,9 @@ Thread* World::take_ready() {
   for (Rank& r : ranks) {
     if (r.ready.empty()) continue;
     if (x < r.weight) {
-      const size_t i = random.below(uint32_t(r.ready.size()));
-      Thread* t = r.ready[i];
-      r.ready[i] = r.ready.back();
-      r.ready.pop_back();
-      return t;
+      Block* b = r.ready[random.below(uint32_t(r.ready.size()))];
+      const uint32_t warp = random.bit(b->ready_warps);
+      return take(r, b, warp, random.bit(b->warps[warp].ready));
     }
     x -= r.weight;
   }
@@ -69,6 +86,7 @@ Thread* World::pick() {
     if (options.random) links.tick(*this);
     if (Thread* t = take_ready()) return t;
     if (start_more(false)) continue;
+    if (resume_yielded()) continue;
     if (links.force(*this)) continue;
     if (wake_parked(false)) continue;
     if (start_more(true)) continue;
@@ -80,17 +98,10 @@ Thread* World::pick() {
   return nullptr;
 }
 
-void World::suspend(State state, Place place) {
+void World::switch_to(Thread* next) {
   Thread* t = running_thread();
-  t->state = state;
-  t->place = place;
-  Thread* next = pick();
-  if (next == t) {
-    current = t;
-    return;
-  }
-  current = next;
   switches++;
+  current = next;
   if (!next) {
     fiber_switch(*t->fiber, main);
   } else {
@@ -99,15 +110,33 @@ void World::suspend(State state, Place place) {
   }
 }
 
+void World::suspend(State state, Place place) {
+  Thread* t = running_thread();
+  t->state = state;
+  t->place = place;
+  Thread* next = pick();
+  if (next != t) switch_to(next);
+  t->state = State::RUNNING;
+}
+
 void World::yield_now() {
   Thread* t = running_thread();
-  auto& ready = ranks[size_t(t->block->launch->rank)].ready;
-  t->state = State::READY;
   if (options.random)
-    ready.push_back(t);
+    make_ready(t);
   else
-    ready.insert(ready.begin(), t);  // in order, the last pushed runs next: let everybody else go first
-  suspend(State::READY, t->place);
+    ranks[size_t(t->block->launch->rank)].yielded.push_back(t);
+  suspend(State::RUNNING, t->place);
+}
+
+bool World::resume_yielded() {
+  bool any = false;
+  for (Rank& r : ranks) {
+    for (Thread* t : r.yielded) make_ready(t), any = true;
+    r.yielded.clear();
+  }
+  if (any && progress == yield_mark) start_more(true);  // everyone yields and nothing changes: what they wait for may not have started
+  yield_mark = progress;
+  return any;
 }
 
 bool World::advance() {

@@ -81,6 +81,7 @@ void World::start_block(Rank& r, Launch& l) {
   b->live = n;
   b->exited = b->arrived = b->epoch = 0;
   b->triggered = false;
+  b->ready_warps = b->last_warp = 0;
   b->shared = shared.take();
   if (!b->shared) return fail_elsewhere("too many resident blocks: no shared memory left for another");
   b->statics_next = b->shared->statics;
@@ -97,9 +98,11 @@ void World::start_block(Rank& r, Launch& l) {
   for (uint32_t w = 0; w < b->warps.size(); w++) {
     Warp& warp = b->warps[w];
     const uint32_t lanes = std::min<uint32_t>(WARP, n - w * WARP);
+    warp.block = b;
+    warp.number = w;
     warp.lanes = &b->threads[w * WARP];
     warp.live = lanes == WARP ? ~0u : (1u << lanes) - 1;
-    warp.epoch = warp.in_use = 0;
+    warp.epoch = warp.in_use = warp.ready = 0;
   }
   for (uint32_t t = 0; t < n; t++) {
     Thread& th = b->threads[t];
@@ -113,7 +116,7 @@ void World::start_block(Rank& r, Launch& l) {
   l.resident++;
   progress++;
   if (race) race->block_started(*b);
-  for (uint32_t t = n; t-- > 0;) r.ready.push_back(&b->threads[t]);  // in order, the last pushed runs first
+  for (Warp& w : b->warps) make_ready(w, w.live);
 }
 
 void World::finish_block(Block* b) {

@@ -11,7 +11,7 @@ bool same(Place a, Place b) { return a.line == b.line && (a.file == b.file || st
 std::string text(Place p) { return std::string(p.file) + ":" + std::to_string(p.line); }
 
 void release_barrier(Block* b, Vote vote) {
-  const int result = vote == Vote::OR ? b->vote_or : vote == Vote::AND ? b->vote_and : b->vote_count;
+  b->vote_result = vote == Vote::OR ? b->vote_or : vote == Vote::AND ? b->vote_and : b->vote_count;
   if (world->race) world->race->barrier(*b);
   b->arrived = 0;
   b->epoch++;
@@ -19,11 +19,7 @@ void release_barrier(Block* b, Vote vote) {
   b->vote_and = 1;
   world->progress++;
   Thread* me = running_thread();
-  for (size_t i = b->threads.size(); i-- > 0;) {
-    Thread& t = b->threads[i];
-    t.result = result;
-    if (&t != me && t.state == State::BARRIER) world->make_ready(&t);
-  }
+  for (Warp& w : b->warps) world->make_ready(w, &w == me->warp ? w.live & ~(1u << me->lane) : w.live);
 }
 
 // Lanes that wait for `t` in a collective while it goes to a barrier will wait for ever.
@@ -70,7 +66,7 @@ int barrier(Vote vote, int predicate, Place place) {
     release_barrier(b, vote);
     if (world->options.random) world->yield_now();
   }
-  return t->result;
+  return b->vote_result;
 }
 
 void collective(uint32_t mask, const WarpOp& op, void* operand, Place place) {
@@ -93,7 +89,12 @@ void collective(uint32_t mask, const WarpOp& op, void* operand, Place place) {
   c->operand[t->lane] = operand;
   c->arrived |= me;
   if (c->arrived != mask) {
-    world->suspend(State::COLLECTIVE, place);
+    if (world->options.random || !w.ready) return world->suspend(State::COLLECTIVE, place);
+    // The common case, without the scheduler: the warp's next lane goes on.
+    t->state = State::COLLECTIVE;
+    t->place = place;
+    world->switch_to(world->take(world->ranks[size_t(t->block->launch->rank)], t->block, w.number, uint32_t(__builtin_ctz(w.ready))));
+    t->state = State::RUNNING;
     return;
   }
   t->place = place;
@@ -104,11 +105,7 @@ void collective(uint32_t mask, const WarpOp& op, void* operand, Place place) {
   }
   w.in_use &= ~(1u << (c - w.pending.data()));
   world->progress++;
-  for (uint32_t others = mask & ~me; others;) {
-    const int lane = 31 - __builtin_clz(others);  // in order, the lowest lane runs first
-    others &= ~(1u << lane);
-    world->make_ready(w.lanes + lane);
-  }
+  world->make_ready(w, mask & ~me);
 }
 
 uint32_t live_lanes() { return running_thread()->warp->live; }

@@ -22,17 +22,16 @@ struct Warp;
 struct Block;
 struct Launch;
 
-enum class State : uint8_t { READY, BARRIER, COLLECTIVE, POLL, GRID, DONE };
+// What a thread last did; meaningless while its bit in Warp::ready is set.
+enum class State : uint8_t { RUNNING, BARRIER, COLLECTIVE, POLL, GRID, DONE };
 
 struct Thread : ThreadView {
   Fiber* fiber = nullptr;  // taken when the thread first runs
   Block* block = nullptr;
   Warp* warp = nullptr;
-  State state = State::READY;
+  State state = State::RUNNING;
   uint32_t number = 0;     // within the block, x fastest
-  size_t ready_at = 0;     // index in Rank::ready while READY
   Place place{nullptr, 0};
-  int result = 0;          // of a voting barrier
   // The last polled value: reading it again from the same address puts the thread to sleep.
   const char* poll = nullptr;
   unsigned char poll_bytes = 0, poll_value[16] = {};
@@ -48,8 +47,10 @@ struct Collective {
 };
 
 struct Warp {
+  Block* block = nullptr;
+  uint32_t number = 0;    // within the block
   Thread* lanes = nullptr;  // the block's threads from this warp's first on
-  uint32_t live = 0;
+  uint32_t live = 0, ready = 0;  // lanes that have not returned; lanes that can run
   uint32_t epoch = 0;     // __syncwarps so far
   uint32_t in_use = 0;    // bit i: pending[i] is active
   std::array<Collective, WARP> pending;
@@ -61,10 +62,12 @@ struct Block : BlockView {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   uint32_t live = 0, exited = 0;
+  uint32_t ready_warps = 0, last_warp = 0;  // warps with ready lanes; the one that ran last
+  size_t ready_at = 0;                      // index in Rank::ready while any warp is
   // The barrier that is being gathered.
   uint32_t arrived = 0;
   Place barrier_place{nullptr, 0};
-  int vote_or = 0, vote_and = 1, vote_count = 0;
+  int vote_or = 0, vote_and = 1, vote_count = 0, vote_result = 0;
   uint32_t epoch = 0;  // barriers passed
   bool triggered = false;  // griddepcontrol.launch_dependents
   SharedSlot* shared = nullptr;
@@ -104,7 +107,8 @@ struct Launch {
 };
 
 struct Rank {
-  std::vector<Thread*> ready;
+  std::vector<Block*> ready;  // those with ready warps
+  std::vector<Thread*> yielded;               // in order: run when nobody else can
   std::vector<Thread*> parked;                // threads of any rank that poll this rank's memory
   std::deque<std::unique_ptr<Launch>> queue;  // not started
   std::vector<std::unique_ptr<Launch>> active;  // oldest first; more than one only with dependent launch
@@ -134,6 +138,11 @@ class Random {
     return uint32_t(state_ * 0x2545F4914F6CDD1Dull >> 32);
   }
   uint32_t below(uint32_t n) { return uint32_t(uint64_t(next()) * n >> 32); }
+  // A random set bit of a non-empty mask.
+  uint32_t bit(uint32_t mask) {
+    for (uint32_t skip = below(uint32_t(__builtin_popcount(mask))); skip; skip--) mask &= mask - 1;
+    return uint32_t(__builtin_ctz(mask));
+  }
 
  private:
   uint64_t state_;
@@ -152,9 +161,13 @@ struct World {
   // ---- scheduling (scheduler.cpp, stream.cpp)
   Thread* pick();
   Thread* take_ready();
-  void make_ready(Thread* t);
+  void make_ready(Thread* t) { make_ready(*t->warp, 1u << t->lane); }
+  void make_ready(Warp& w, uint32_t lanes);
+  Thread* take(Rank& r, Block* b, uint32_t warp, uint32_t lane);
+  void switch_to(Thread* next);            // from the running thread
   void suspend(State state, Place place);  // the running thread; returns when it is scheduled again
   void yield_now();
+  bool resume_yielded();
   Thread* thread_done(Thread* t);          // the running thread has returned; what to run next
   bool start_more(bool beyond_width);
   bool start_next_launch(Rank& rank);
@@ -187,6 +200,7 @@ struct World {
   std::string error;
   bool failed = false;
   uint64_t steps = 0, switches = 0, progress = 0, wake_mark = ~0ull;
+  uint64_t yield_mark = ~0ull;
   int wake_rounds = 0;
   uint32_t width = 1;       // blocks that a rank likes to keep resident
   uint32_t next_uid = 0;

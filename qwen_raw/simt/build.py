@@ -132,7 +132,7 @@ class Builder:
             units = [Path(folder) / f"{source.stem}.o" for source in sources]
             for _ in pool.map(compile_one, sources, units):
                 pass  # map's results raise what a compilation raised
-            link = ["-shared", f"-Wl,-soname,{soname}.so", "-ldl", "-o", str(out)]
+            link = ["-shared", "-Wl,-z,defs", f"-Wl,-soname,{soname}.so", "-ldl", "-o", str(out)]
             self.compiler.run([*map(str, units), *link], "the simulator")
 
     def _compile_kernel(self, path: Path, runtime: Path, out: Path) -> None:
