@@ -71,7 +71,7 @@ def test_sums_are_exact_and_the_same_everywhere(world: Any, rng: np.random.Gener
 
 @pytest.mark.parametrize("path", PATHS)
 def test_payload_bit_patterns(world: Any, path: str) -> None:
-    """Negative zero, subnormals, NaN, infinities, pairs that form the sentinel: the call ends, with the right values."""
+    """Negative zero, subnormals, NaN, infinities, pairs that form the sentinel: the call ends, with right values."""
     sim, devices = world
     workspace, reduce = PATHS[path]
     ends = workspace.create(devices, CAPACITY, limit_ns=LIMIT_NS)
