@@ -14,13 +14,14 @@ import numpy as np
 
 from qwen_raw.device import Arg, Dim, Kernel
 from qwen_raw.driver import graph
-from qwen_raw.driver.check import DriverError, call
+from qwen_raw.driver.check import NO_DEVICE, DriverError, call
 from qwen_raw.driver.context import Context
 from qwen_raw.driver.launch import CudaKernel, Geometry, ParamLayout
 from qwen_raw.driver.memory import CudaBuffer, CudaHostRing, Pool
 from qwen_raw.driver.stream import Event, Stream
 from qwen_raw.errors import QwenRawError, UsageError
 from qwen_raw.kernels import compile as nvrtc
+from qwen_raw.kernels import toolchain
 from qwen_raw.kernels.cubin import resources
 
 MINIMUM_CAPABILITY = (8, 0)  # bf16 tensor cores
@@ -50,8 +51,8 @@ class CudaDevice:
             context.close()
             raise UsageError(f"{self.name} has compute capability {major}.{minor}: the kernels need 8.0 or later")
         self.arch = arch_name(major, minor)
-        version = call(context.driver.cuDriverGetVersion)
-        self.driver = f"CUDA driver {version // 1000}.{version % 1000 // 10}"
+        self._cuda_version = int(call(context.driver.cuDriverGetVersion))  # 13000 for 13.0
+        self.driver = f"CUDA driver {self._cuda_version // 1000}.{self._cuda_version % 1000 // 10}"
         self.pdl = major >= 9  # programmatic dependent launch exists
         self.sm_count = context.attribute("MULTIPROCESSOR_COUNT")
         self.smem_per_block = context.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
@@ -115,18 +116,19 @@ class CudaDevice:
         return found
 
     def _load(self, stem: str, name: str, source_root: Path | None) -> CudaKernel:
-        import cupy  # imported here: the CPU path works without it
-
+        compiler, supported = toolchain.nvrtc_version(), self._cuda_version // 1000
+        if compiler[0] > supported:
+            raise UsageError(
+                f"{self.driver} cannot load what NVRTC {compiler[0]}.{compiler[1]} compiles: "
+                f"update the driver, or install the packages of CUDA {supported}"
+            )
         path = nvrtc.build(stem, self.arch, source_root=source_root)
         table = resources(path)
         if name not in table:
             raise QwenRawError(f"{stem}.cu has no kernel {name}: it has {', '.join(sorted(table))}")
         entry = table[name]
+        raw, handle = self._load_cubin(path, name)
         self.context.use()
-        with cupy.cuda.Device(self.ordinal):
-            raw = cupy.RawModule(path=str(path)).get_function(name)
-            handle = int(raw.kernel.ptr)
-        self.context.use()  # leaving CuPy's block restored whatever was current before
         driver = self.context.driver
         function = driver.CUfunction(handle)
         if hasattr(driver, "cuFuncLoad"):  # lazy loading inside a launch can deadlock kernels that wait for each other
@@ -141,6 +143,21 @@ class CudaDevice:
             registers=entry.registers,
             keep=raw,
         )
+
+    def _load_cubin(self, path: Path, name: str) -> tuple[object, int]:
+        """(CuPy's kernel, its CUfunction) of the entry point `name` of the cubin `path`, loaded on this GPU."""
+        try:
+            import cupy  # imported here: the CPU path works without it
+        except ImportError as error:
+            raise UsageError(f"CuPy is not installed ({error}): reinstall qwen-raw, or {NO_DEVICE}") from error
+        self.context.use()
+        try:
+            with cupy.cuda.Device(self.ordinal):
+                raw = cupy.RawModule(path=str(path)).get_function(name)
+                handle = int(raw.kernel.ptr)
+        except RuntimeError as error:  # CuPy's errors of the driver and the run-time library
+            raise QwenRawError(f"{path.name} could not be loaded on GPU {self.ordinal}: {error}") from error
+        return raw, handle
 
     def launch(
         self,

@@ -24,7 +24,7 @@ class Fake:
     """The fake library's own functions."""
 
     def __init__(self, path: str) -> None:
-        self.library = ctypes.CDLL(path, ctypes.RTLD_GLOBAL)  # the bindings now find this one by its soname
+        self.library = ctypes.CDLL(path)  # the bindings now find this one by its soname
         self.library.fake_log.restype = ctypes.c_char_p
 
     def expect(self, *lines: str) -> None:
@@ -299,6 +299,16 @@ def scenario_no_gpu(fake: Fake) -> None:
     assert probe().gpus == () and "no NVIDIA GPU is visible" in (probe().problem or "")
     fake.library.fake_devices(1)
     raises(UsageError, "there is no GPU 1: this machine has 1 GPU(s)", lambda: CudaDevice(1))
+
+
+def scenario_compiler_newer_than_driver(fake: Fake) -> None:
+    device = CudaDevice(0)
+    device._cuda_version = 11080
+    raises(
+        UsageError,
+        "update the driver, or install the packages of CUDA 11",
+        lambda: device.kernel("embed", "embed_bf16"),
+    )
 
 
 def scenario_probe(fake: Fake) -> None:
