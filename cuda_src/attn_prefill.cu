@@ -41,8 +41,15 @@ DEVICE void attn_prefill(bf16* __restrict__ out, const bf16* __restrict__ q, con
   }
 }
 
+// Blocks an SM. For sm_100 to sm_119 NVRTC 12.9 does not fit HD 128 into the registers that three leave, and spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr int OCC = 2;
+#else
+constexpr int OCC = 3;
+#endif
+
 #define ATTN_PREFILL(HD)                                                                                                \
-  KERNEL_OCC(WARPS * WARP, 3) void attn_prefill_bf16_hd##HD(bf16* out,           /* [T, H, HD] */                              \
+  KERNEL_OCC(WARPS * WARP, OCC) void attn_prefill_bf16_hd##HD(bf16* out,           /* [T, H, HD] */                              \
                                                      const bf16* q,       /* [T, H, HD], rotated */                     \
                                                      const bf16* k_cache, /* [KV, max_len, HD] */                       \
                                                      const bf16* v_cache, /* [KV, max_len, HD] */                       \
