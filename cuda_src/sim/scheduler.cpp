@@ -98,18 +98,6 @@ Thread* World::pick() {
   return nullptr;
 }
 
-void World::switch_to(Thread* next) {
-  Thread* t = running_thread();
-  switches++;
-  current = next;
-  if (!next) {
-    fiber_switch(*t->fiber, main);
-  } else {
-    if (!next->fiber) next->fiber = fiber_take();
-    fiber_switch(*t->fiber, *next->fiber);
-  }
-}
-
 void World::suspend(State state, Place place) {
   Thread* t = running_thread();
   t->state = state;

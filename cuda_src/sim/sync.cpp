@@ -32,7 +32,14 @@ void require_no_pending_collective(const Thread& t, Place place) {
   }
 }
 
-Collective* find_collective(Warp& w, uint32_t mask, const WarpOp& op, Place place) {
+// The failures are apart from the fast path, whose stack frame 32 lanes have in cache at once.
+[[noreturn, gnu::noinline, gnu::cold]] void bad_mask(const WarpOp& op, bool own, Place place) {
+  world->fail_now(place, std::string(op.name) + (own ? ": the calling lane is not in its own mask"
+                                                     : ": the mask names a lane that has returned or does not exist"));
+}
+
+// The collective that the lanes of `mask` have begun, among those under way in the warp; nullptr if there is none.
+[[gnu::noinline]] Collective* find_collective(Warp& w, uint32_t mask, const WarpOp& op, Place place) {
   for (uint32_t bits = w.in_use; bits; bits &= bits - 1) {
     Collective& c = w.pending[size_t(__builtin_ctz(bits))];
     if (!(c.mask & mask)) continue;
@@ -42,6 +49,28 @@ Collective* find_collective(Warp& w, uint32_t mask, const WarpOp& op, Place plac
     return &c;
   }
   return nullptr;
+}
+
+Collective* begin_collective(Warp& w, uint32_t mask, const WarpOp& op, Place place) {
+  const int slot = __builtin_ctz(~w.in_use);
+  w.in_use |= 1u << slot;
+  Collective* c = &w.pending[size_t(slot)];
+  c->mask = mask;
+  c->arrived = 0;
+  c->op = &op;
+  c->place = place;
+  return c;
+}
+
+[[gnu::noinline]] void finish_collective(Warp& w, Collective* c, uint32_t mask, const WarpOp& op) {
+  op.finish(c->operand, mask);
+  if (op.orders_memory) {
+    w.epoch++;
+    if (world->race) world->race->warp_barrier(w, mask);
+  }
+  w.in_use &= ~(1u << (c - w.pending.data()));
+  world->progress++;
+  world->make_ready(w, mask & ~(1u << running_thread()->lane));
 }
 
 }  // namespace
@@ -73,39 +102,21 @@ void collective(uint32_t mask, const WarpOp& op, void* operand, Place place) {
   Thread* t = running_thread();
   Warp& w = *t->warp;
   const uint32_t me = 1u << t->lane;
-  if (__builtin_expect(!(mask & me), 0)) world->fail_now(place, std::string(op.name) + ": the calling lane is not in its own mask");
-  if (__builtin_expect(mask & ~w.live, 0))
-    world->fail_now(place, std::string(op.name) + ": the mask names a lane that has returned or does not exist");
+  if (__builtin_expect(!(mask & me) || (mask & ~w.live), 0)) bad_mask(op, !(mask & me), place);
   Collective* c = w.in_use ? find_collective(w, mask, op, place) : nullptr;
-  if (!c) {
-    const int slot = __builtin_ctz(~w.in_use);
-    w.in_use |= 1u << slot;
-    c = &w.pending[size_t(slot)];
-    c->mask = mask;
-    c->arrived = 0;
-    c->op = &op;
-    c->place = place;
-  }
+  if (!c) c = begin_collective(w, mask, op, place);
   c->operand[t->lane] = operand;
   c->arrived |= me;
-  if (c->arrived != mask) {
-    if (world->options.random || !w.ready) return world->suspend(State::COLLECTIVE, place);
-    // The common case, without the scheduler: the warp's next lane goes on.
-    t->state = State::COLLECTIVE;
-    t->place = place;
-    world->switch_to(world->take(world->ranks[size_t(t->block->launch->rank)], t->block, w.number, uint32_t(__builtin_ctz(w.ready))));
-    t->state = State::RUNNING;
-    return;
-  }
   t->place = place;
-  op.finish(c->operand, mask);
-  if (op.orders_memory) {
-    w.epoch++;
-    if (world->race) world->race->warp_barrier(w, mask);
-  }
-  w.in_use &= ~(1u << (c - w.pending.data()));
-  world->progress++;
-  world->make_ready(w, mask & ~me);
+  if (c->arrived == mask) return finish_collective(w, c, mask, op);
+  const uint32_t others = w.ready & (w.ready - 1);
+  if (world->options.random || !others) return world->suspend(State::COLLECTIVE, place);
+  // The common case, without the scheduler: the warp's next lane goes on.
+  t->state = State::COLLECTIVE;
+  Thread* next = w.lanes + __builtin_ctz(w.ready);
+  w.ready = others;
+  world->switch_to(next);
+  t->state = State::RUNNING;
 }
 
 uint32_t live_lanes() { return running_thread()->warp->live; }

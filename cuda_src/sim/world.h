@@ -210,6 +210,14 @@ struct World {
 extern World* world;  // the one that is running
 inline Thread* running_thread() { return static_cast<Thread*>(current); }
 
+inline void World::switch_to(Thread* next) {
+  Fiber& from = *running_thread()->fiber;
+  switches++;
+  current = next;
+  if (next && !next->fiber) next->fiber = fiber_take();
+  fiber_switch(from, next ? *next->fiber : main);
+}
+
 // Signals that kernel code raised become failures of the world (fault.cpp).
 void faults_install();
 void faults_remove();
