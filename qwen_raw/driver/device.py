@@ -152,9 +152,11 @@ class CudaDevice:
             raise UsageError(f"CuPy is not installed ({error}): reinstall qwen-raw, or {NO_DEVICE}") from error
         self.context.use()
         try:
-            with cupy.cuda.Device(self.ordinal):
-                raw = cupy.RawModule(path=str(path)).get_function(name)
-                handle = int(raw.kernel.ptr)
+            # This makes the run-time library retain the primary context too. CuPy keeps every module that it has loaded
+            # as long as the process lives, so the context must outlive close(): a later device gets the same module.
+            cupy.cuda.runtime.setDevice(self.ordinal)
+            raw = cupy.RawModule(path=str(path)).get_function(name)
+            handle = int(raw.kernel.ptr)
         except RuntimeError as error:  # CuPy's errors of the driver and the run-time library
             raise QwenRawError(f"{path.name} could not be loaded on GPU {self.ordinal}: {error}") from error
         return raw, handle

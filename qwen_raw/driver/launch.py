@@ -35,7 +35,8 @@ class ParamLayout:
             self.offsets.append(at)
             at += -(-size // 16) * 16
         self._block = ctypes.c_char * max(at, 16)
-        self._table = struct.Struct(f"={len(self.sizes)}Q")
+        table = f"{len(self.sizes)}Q{-8 * len(self.sizes) % 16}x"
+        self._struct = struct.Struct("=" + table + "".join(f"{size}s{-size % 16}x" for size in self.sizes))
 
     def pack(self, args: Sequence[Arg]) -> ctypes.Array[ctypes.c_char]:
         """The block for one launch; it must live until the launch call has returned (the driver copies it there).
@@ -44,15 +45,14 @@ class ParamLayout:
         """
         if len(args) != len(self.sizes):
             raise QwenRawError(f"{self.kernel} takes {len(self.sizes)} arguments, {len(args)} were given")
+        values = [self._bytes(index, arg) for index, arg in enumerate(args)]
+        for index, (value, size) in enumerate(zip(values, self.sizes, strict=True)):
+            if len(value) != size:
+                given = f"{_name(args[index])} has {len(value)} bytes"
+                raise QwenRawError(f"{self.kernel}, argument {index}: {given}, the kernel's parameter {size}")
         block = self._block()
         base = ctypes.addressof(block)
-        self._table.pack_into(block, 0, *[base + offset for offset in self.offsets])
-        for index, (arg, size, offset) in enumerate(zip(args, self.sizes, self.offsets, strict=True)):
-            value = self._bytes(index, arg)
-            if len(value) != size:
-                given = f"{_name(arg)} has {len(value)} bytes"
-                raise QwenRawError(f"{self.kernel}, argument {index}: {given}, the kernel's parameter {size}")
-            ctypes.memmove(base + offset, value, size)
+        self._struct.pack_into(block, 0, *[base + offset for offset in self.offsets], *values)
         return block
 
     def _bytes(self, index: int, arg: Arg) -> bytes:

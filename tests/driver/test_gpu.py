@@ -357,6 +357,26 @@ with CudaDevice(0) as device:
     assert "Exception ignored" not in done.stderr and "During handling" not in done.stderr
 
 
+def test_a_device_can_be_opened_again(sources: Path) -> None:
+    """In a process of its own, where nobody else holds the context while it is closed."""
+    script = f"""
+from pathlib import Path
+import numpy as np
+from qwen_raw.driver.device import CudaDevice
+for round in range(3):
+    with CudaDevice(0) as device:
+        x = device.zeros((64,), np.dtype(np.int32))
+        kernel = device.kernel("probe", "add", Path({str(sources)!r}))
+        with device.capture() as capture:
+            device.launch(kernel, (1, 1, 1), (64, 1, 1), [x, np.int32(64), np.int32(5)])
+        capture.graph.launch()
+        print(int(x.download().sum()))
+"""
+    env = os.environ | {"PYTHONPATH": str(Path(qwen_raw.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["320"] * 3, "")
+
+
 def test_wrong_device(cuda_device: CudaDevice, second_cuda_device: CudaDevice, sources: Path) -> None:
     mine, theirs = cuda_device.zeros((64,), I32), second_cuda_device.zeros((64,), I32)
     kernel = cuda_device.kernel("probe", "add", sources)
