@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict
 
 from qwen_raw.cli.arguments import Parser
-from qwen_raw.errors import QwenRawError
-from qwen_raw.observe.machine import Gpu, cpu_cores, cpu_name, gpus
+from qwen_raw.driver.probe import Gpu, Machine, probe
+from qwen_raw.observe.machine import cpu_cores, cpu_name
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -20,23 +20,33 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the devices, one a line. A machine without a GPU is no failure."""
-    problem, found = None, list[Gpu]()
-    try:
-        found = gpus()
-    except QwenRawError as error:
-        problem = str(error)
+    machine = probe()
     if args.json:
         cpu = {"name": cpu_name(), "cores": cpu_cores()}
-        print(json.dumps({"gpus": [asdict(gpu) for gpu in found], "no_gpu_because": problem, "cpu": cpu}))
+        report = asdict(machine)
+        report["no_gpu_because"] = report.pop("problem")
+        print(json.dumps(report | {"cpu": cpu}))
         return 0
-    for gpu in found:
-        arch = f"sm_{gpu.capability[0]}{gpu.capability[1]}"
-        note = "" if gpu.capability >= (8, 0) else " · too old: the kernels need sm_80"
-        print(
-            f"cuda {gpu.ordinal}  {gpu.name} · {arch} · {gpu.sm_count} SMs · {gpu.memory / 2**30:.0f} GiB · "
-            f"CUDA {gpu.driver}{note}"
-        )
-    if problem is not None:
-        print(f"cuda    none: {problem}")
+    for gpu in machine.gpus:
+        print(_line(machine, gpu))
+    if machine.problem is not None:
+        print(f"cuda    none: {machine.problem}")
     print(f"cpu     {cpu_name()} · {cpu_cores()} cores · NumPy reference")
     return 0
+
+
+def _line(machine: Machine, gpu: Gpu) -> str:
+    memory = f"{gpu.memory / 2**30:.0f} GiB"
+    if gpu.free is not None:
+        memory += f", {gpu.free / 2**30:.0f} free"
+    parts = [gpu.name, f"sm_{gpu.capability[0]}{gpu.capability[1]}", f"{gpu.sm_count} SMs", memory]
+    parts.append(f"CUDA {machine.cuda}" + (f", driver {machine.driver}" if machine.driver else ""))
+    nvlink = gpu.nvlink_peers or ()
+    others = [i for i in gpu.peers if i not in nvlink]
+    if nvlink:
+        parts.append(f"NVLink to {', '.join(map(str, nvlink))}")
+    if others:
+        parts.append(f"peer access to {', '.join(map(str, others))}")
+    if gpu.capability < (8, 0):
+        parts.append("too old: the kernels need sm_80")
+    return f"cuda {gpu.ordinal}  " + " · ".join(parts)

@@ -1,49 +1,9 @@
-"""What this machine has to run a model on. Asks the driver without making a context, so it disturbs nobody."""
+"""The processor of this machine, for people. Its GPUs: qwen_raw.driver.probe."""
 
 from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
-
-from qwen_raw.driver.check import call, initialised
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU visible to this process."""
-
-    ordinal: int
-    name: str
-    capability: tuple[int, int]
-    sm_count: int
-    memory: int  # bytes
-    driver: str  # the CUDA version that the driver supports, e.g. "12.8"
-
-
-def gpus() -> list[Gpu]:
-    """All visible GPUs. Raises UsageError, saying why, where the driver or the GPU is missing."""
-    driver = initialised()
-    version = int(call(driver.cuDriverGetVersion))
-    attribute = driver.CUdevice_attribute
-    found = []
-    for ordinal in range(call(driver.cuDeviceGetCount)):
-        device = call(driver.cuDeviceGet, ordinal)
-        major, minor, sms = (
-            int(call(driver.cuDeviceGetAttribute, getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{key}"), device))
-            for key in ("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT")
-        )
-        found.append(
-            Gpu(
-                ordinal=ordinal,
-                name=call(driver.cuDeviceGetName, 96, device).split(b"\0")[0].decode(),
-                capability=(major, minor),
-                sm_count=sms,
-                memory=int(call(driver.cuDeviceTotalMem, device)),
-                driver=f"{version // 1000}.{version % 1000 // 10}",
-            )
-        )
-    return found
 
 
 def cpu_name() -> str:
