@@ -111,7 +111,8 @@ class Builder:
         raise QwenRawError(f"there is no kernel file {stem}.cu in {self.source_root}: the kernels are {known}")
 
     def _includes(self, *, cuda: bool) -> list[str]:
-        own = [f"-I{self.source_root}", f"-I{self.source_root / 'include'}", f"-I{self.source_root / 'sim'}"]
+        root = self.source_root.resolve()
+        own = [f"-I{root}", f"-I{root / 'include'}", f"-I{root / 'sim'}"]
         folders = toolchain.cuda_headers().folders if cuda else ()
         return [*own, *(argument for folder in folders for argument in ("-isystem", str(folder)))]
 
@@ -139,13 +140,15 @@ class Builder:
         with tempfile.TemporaryDirectory(prefix="qwen-raw-") as folder:
             stub, unit = Path(folder) / f"{path.stem}.cpp", Path(folder) / f"{path.stem}.o"
             stub.write_text(_stub(path.resolve(), self.entry_points(path)))
-            prefix = f"-ffile-prefix-map={self.source_root.resolve()}/="
-            flags = [*self.compiler.kernel_flags(self.variant), prefix, f"-ffile-prefix-map={path.resolve().parent}/="]
+            # Reports and debug information name files relative to the sources.
+            roots = (f"{self.source_root.resolve()}/", f"{path.resolve().parent}/", folder)
+            flags = [*self.compiler.kernel_flags(self.variant), *(f"-ffile-prefix-map={root}=" for root in roots)]
             self.compiler.run(
                 [*flags, *self._defines(), *self._includes(cuda=True), "-c", str(stub), "-o", str(unit)],
                 f"{path.name} for the simulator",
+                folder,
             )
-            # ThreadSanitizer's own library stays out: the runtime defines its call-backs.
+            # Of the sanitizers' libraries only AddressSanitizer's is linked: the runtime has the others' call-backs.
             sanitizers = [f for f in flags if f.startswith("-fsanitize=address")]
             self.compiler.run(
                 ["-shared", "-Wl,-z,now", *sanitizers, str(unit), str(runtime), "-o", str(out)], path.name

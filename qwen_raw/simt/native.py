@@ -213,6 +213,6 @@ def symbolise(text: str) -> str:
         address = hex(int(match[2], 16) - 1)
         done = subprocess.run([tool, "-e", match[1], address], capture_output=True, text=True, check=False)
         line = done.stdout.strip().split(" ")[0]
-        return "" if done.returncode or line.startswith("?") else f", at {line.removeprefix('/')}"
+        return "" if done.returncode or line.startswith("?") else f", at {line.lstrip('./')}"
 
     return _CODE.sub(place, text)

@@ -28,10 +28,12 @@ _COMMON = (
     "-Wno-unknown-pragmas",
     "-Wno-attributes",
 )
+# Undefined behaviour is reported by call-backs in the runtime; "vptr" and "object-size" would need more than that.
+_UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize=vptr,object-size", "-fno-sanitize-recover=all")
 _KERNEL: dict[Variant, tuple[str, ...]] = {
     "plain": ("-O2",),
-    "race": ("-O1", "-fsanitize=thread"),
-    "address": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"),
+    "race": ("-O1", "-fsanitize=thread", *_UNDEFINED),
+    "address": ("-O1", "-fsanitize=address", *_UNDEFINED),
 }
 CUDA_MAJORS = (12, 13)
 
@@ -57,12 +59,12 @@ class Compiler:
         # Unique symbols would be shared between kernels that are loaded side by side.
         return ("-fno-gnu-unique",) if self.gnu else ()
 
-    def run(self, arguments: list[str], what: str) -> str:
-        """Runs the compiler and returns its standard output.
+    def run(self, arguments: list[str], what: str, folder: str | None = None) -> str:
+        """Runs the compiler, in `folder`, and returns its standard output.
 
         Raises QwenRawError with the compiler's first errors.
         """
-        done = subprocess.run([self.path, *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run([self.path, *arguments], capture_output=True, text=True, check=False, cwd=folder)
         if done.returncode != 0:
             lines = done.stderr.splitlines()
             errors = [line for line in lines if "error" in line or "undefined reference" in line]

@@ -187,6 +187,8 @@ class SimWorld:
         self.close()
 
     def _fail(self, message: str) -> None:
+        for folder in (self._builder.source_root, *self._builder.kernel_folders):
+            message = message.replace(f"{folder.resolve()}/", "")
         self._failure = message
         raise SimError(message)
 
