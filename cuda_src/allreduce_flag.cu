@@ -21,7 +21,7 @@ struct FlagControl {
 };
 
 template <bool ADD>
-DEVICE void allreduce_flag(void* __restrict__ out, const uint4* __restrict__ in, const Peers& data, const Peers& flags, FlagControl* control,
+DEVICE void allreduce_flag(void* out, const uint4* in, const Peers& data, const Peers& flags, FlagControl* control,
                            int rank, int world, int n, int capacity, int blocks, const PollLimit& limit) {
   griddep_launch();
   griddep_wait();

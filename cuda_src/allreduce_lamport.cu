@@ -29,7 +29,7 @@ struct LamportControl {
 };
 
 template <bool ADD>
-DEVICE void allreduce_lamport(void* __restrict__ out, const uint4* __restrict__ in, const Peers& peers, LamportControl* control, int rank,
+DEVICE void allreduce_lamport(void* out, const uint4* in, const Peers& peers, LamportControl* control, int rank,
                               int world, int n, int capacity, const PollLimit& limit) {
   griddep_launch();
   griddep_wait();

@@ -21,7 +21,7 @@ struct TwoShotControl {
 };
 
 template <bool ADD>
-DEVICE void allreduce_twoshot(void* __restrict__ out, const uint4* __restrict__ in, const Peers& data, const Peers& results,
+DEVICE void allreduce_twoshot(void* out, const uint4* in, const Peers& data, const Peers& results,
                               const Peers& flags, TwoShotControl* control, int rank, int world, int n, int capacity, int blocks,
                               const PollLimit& limit) {
   griddep_launch();

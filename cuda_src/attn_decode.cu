@@ -44,8 +44,8 @@ DEVICE void publish(BlockPartial<HD>& sh, const AttnState<HD>& st) {
 DEVICE float merge_weight(float m, float top) { return m == NEG_INF ? 0.f : ex2_approx(m - top); }
 
 template <int HD>
-DEVICE void attn_decode(bf16* __restrict__ out, const bf16* __restrict__ q, const bf16* __restrict__ k_cache, const bf16* __restrict__ v_cache,
-                        float* __restrict__ part, uint32_t* __restrict__ counters, const int32_t* __restrict__ pos_ptr, int H, int KV,
+DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache,
+                        float* part, uint32_t* counters, const int32_t* pos_ptr, int H, int KV,
                         int max_len, float scale_log2) {
   SHARED(BlockPartial<HD>, sh);
   SHARED(uint32_t, arrived);

@@ -11,7 +11,7 @@
 constexpr int WARPS = 4;
 
 template <int HD>
-DEVICE void attn_prefill(bf16* __restrict__ out, const bf16* __restrict__ q, const bf16* __restrict__ k_cache, const bf16* __restrict__ v_cache,
+DEVICE void attn_prefill(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache,
                          int T, int pos0, int H, int KV, int max_len, float scale_log2) {
   const int h = blockIdx.y, kv = h / (H / KV), g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const int t0 = ((int(gridDim.x) - 1 - int(blockIdx.x)) * WARPS + int(threadIdx.x) / WARP) * ATTN_ROWS;

@@ -4,52 +4,52 @@
 // gemv_swiglu_bf16  act[I] = silu(Wg·n)·(Wu·n),  n = RMSNorm(h)[K]       gate and up
 // gemv_qkv_bf16     q, k, v = RoPE(Wqkv·n + b); k, v → cache             Q, K, V
 // gemv_logits_bf16  logits[V] = W[V,K]·n                                 LM head
-// minimum arch: sm_80
+// Each in variants _c1, _c2, … _c8: packs of a row that a thread holds; C·R = 8 packs are in flight a thread. minimum arch: sm_80
 #include "include/gemv.cuh"
 
-constexpr int UNROLL = 4;  // 2 rows × 4 packs × 16 B × 32 lanes = 4 KB in flight a warp
+#define GEMV_ADD(C, R, THREADS, BLOCKS)                                                  \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_add_bf16_c##C(float* h,      /* [N] in place */  \
+                                                      const bf16* x, /* [K] */           \
+                                                      const bf16* w, /* [N, K] */        \
+                                                      int N, int K, int ahead) {         \
+    DYN_SHARED(float, part);                                                             \
+    gemv_add<WeightBf16, C, R>(h, x, w, nullptr, N, K, ahead, part);                     \
+  }
+GEMV_ADD(1, 8, 512, 2)
+GEMV_ADD(2, 4, 512, 1)
+GEMV_ADD(4, 2, 640, 1)
+GEMV_ADD(8, 1, 512, 1)
 
-KERNEL_OCC(GEMV_THREADS, 4) void
-gemv_add_bf16(float* h,       // [N] residual stream, in place
-              const bf16* x,  // [K]
-              const bf16* w,  // [N, K]
-              int N, int K) {
-  DYN_SHARED(uint4, xs);
-  gemv_add<WeightBf16<StageBf16>, UNROLL>(h, x, w, nullptr, N, K, xs);
-}
-
-KERNEL_OCC(GEMV_THREADS, 4) void
-gemv_swiglu_bf16(bf16* act,           // [I]
-                 const float* h,      // [K] residual stream
-                 const bf16* g,       // [K] RMSNorm weight
-                 const bf16* w_gate,  // [I, K]
-                 const bf16* w_up,    // [I, K]
-                 int I, int K, float eps) {
-  DYN_SHARED(uint4, xs);
-  gemv_swiglu<WeightBf16<StageF16>, UNROLL>(act, h, g, w_gate, nullptr, w_up, nullptr, I, K, eps, xs);
-}
-
-KERNEL_OCC(GEMV_THREADS, 4) void
-gemv_qkv_bf16(bf16* q,             // [H, HD]
-              bf16* k_cache,       // [KV, max_len, HD] of this layer
-              bf16* v_cache,       // [KV, max_len, HD]
-              const float* h,      // [K]
-              const bf16* g,       // [K]
-              const bf16* w,       // [(H + 2·KV)·HD, K]: Q rows, K rows, V rows
-              const float* bias,   // [(H + 2·KV)·HD]
-              const float2* rope,  // [max_len, HD/2] {cos, sin}
-              const int32_t* pos,  // [1] the token's position, < max_len
-              int H, int KV, int HD, int max_len, int K, float eps) {
-  DYN_SHARED(uint4, xs);
-  gemv_qkv<WeightBf16<StageF16>, UNROLL>(q, k_cache, v_cache, h, g, w, nullptr, bias, rope, pos, H, KV, HD, max_len, K, eps, xs);
-}
-
-KERNEL_OCC(GEMV_THREADS, 4) void
-gemv_logits_bf16(float* logits,   // [V]
-                 const float* h,  // [K]
-                 const bf16* g,   // [K]
-                 const bf16* w,   // [V, K]
-                 int V, int K, float eps) {
-  DYN_SHARED(uint4, xs);
-  gemv_logits<WeightBf16<StageF32>, UNROLL>(logits, h, g, w, V, K, eps, xs);
-}
+#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                        \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_bf16_c##C(bf16* act,          /* [I] */                                            \
+                                                         const float* h,     /* [K] residual stream */                            \
+                                                         const bf16* g,      /* [K] RMSNorm weight */                             \
+                                                         const bf16* w_gate, /* [I, K] */                                         \
+                                                         const bf16* w_up,   /* [I, K] */                                         \
+                                                         int I, int K, float eps, int ahead) {                                    \
+    DYN_SHARED(float, part);                                                                                                      \
+    gemv_swiglu<WeightBf16, C, R>(act, h, g, w_gate, nullptr, w_up, nullptr, I, K, eps, ahead, part);                             \
+  }                                                                                                                               \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_bf16_c##C(bf16* q,            /* [H, HD] */                                           \
+                                                      bf16* k_cache,      /* [KV, max_len, HD] of this layer */                   \
+                                                      bf16* v_cache,      /* [KV, max_len, HD] */                                 \
+                                                      const float* h,     /* [K] */                                               \
+                                                      const bf16* g,      /* [K] */                                               \
+                                                      const bf16* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */        \
+                                                      const float* bias,  /* [(H + 2·KV)·HD] */                                   \
+                                                      const float2* rope, /* [max_len, HD/2] {cos, sin} */                        \
+                                                      const int32_t* pos, /* [1] the token's position, < max_len */               \
+                                                      int H, int KV, int HD, int max_len, int K, float eps, int ahead) {          \
+    DYN_SHARED(float, part);                                                                                                      \
+    gemv_qkv<WeightBf16, C, R>(q, k_cache, v_cache, h, g, w, nullptr, bias, rope, pos, H, KV, HD, max_len, K, eps, ahead, part);  \
+  }                                                                                                                               \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_logits_bf16_c##C(float* logits,  /* [V] */                                                \
+                                                         const float* h, /* [K] */                                                \
+                                                         const bf16* g,  /* [K] */                                                \
+                                                         const bf16* w,  /* [V, K] */                                             \
+                                                         int V, int K, float eps, int ahead) {                                    \
+    DYN_SHARED(float, part);                                                                                                      \
+    gemv_logits<WeightBf16, C, R>(logits, h, g, w, V, K, eps, ahead, part);                                                       \
+  }
+GEMV_NORMED(1, 8, 512, 2)
+GEMV_NORMED(2, 4, 512, 1)

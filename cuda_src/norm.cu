@@ -6,9 +6,9 @@
 // grid: (T); block: 256, one block a row. bytes moved: T·D·(4 + 2) (split: 4 + 4), g from L2.
 // PRECOND  D % 8 == 0; pointers 16-byte aligned. minimum arch: sm_80
 // Decode has no such kernel: there every block of the next product normalises for itself (include/gemv.cuh).
-#include "include/gemv.cuh"
+#include "include/norm.cuh"
 
-KERNEL(GEMV_THREADS) void
+KERNEL(256) void
 rmsnorm_f32(uint16_t* out,   // [T, D] f16 bits
             const float* h,  // [T, D]
             const bf16* g,   // [D]
@@ -19,7 +19,7 @@ rmsnorm_f32(uint16_t* out,   // [T, D] f16 bits
   norm_row(h + row, g, D, eps, scratch, [&](int i, const float(&f)[8]) { o[i] = pack_f16x8(f); });
 }
 
-KERNEL(GEMV_THREADS) void
+KERNEL(256) void
 rmsnorm_split_f32(bf16* hi,        // [T, D]
                   bf16* lo,        // [T, D]
                   const float* h,  // [T, D]

@@ -41,10 +41,14 @@ def make_linear(dev: Any, rng: np.random.Generator, N: int, K: int, fp8: bool) -
 
 
 def rmsnorm(h: Array, g: Array, eps: float) -> Array:
-    """RMSNorm over the last axis, rounded once to f16, as the kernels feed it to QKV and gate/up."""
+    """RMSNorm over the last axis, not rounded."""
     h = h.astype(np.float64)
-    exact = h / np.sqrt((h * h).mean(-1, keepdims=True) + eps) * g
-    return exact.clip(-65504, 65504).astype(np.float16).astype(np.float64)
+    return h / np.sqrt((h * h).mean(-1, keepdims=True) + eps) * g
+
+
+def rmsnorm_f16(h: Array, g: Array, eps: float) -> Array:
+    """RMSNorm rounded once to f16, saturating, as prefill feeds it to QKV and gate/up."""
+    return rmsnorm(h, g, eps).clip(-65504, 65504).astype(np.float16).astype(np.float64)
 
 
 def silu(x: Array) -> Array:

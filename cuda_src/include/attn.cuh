@@ -44,7 +44,7 @@ DEVICE void attn_load_q(uint32_t (&qf)[HD / 16][4], const bf16* q0, const bf16* 
 
 // Scores of the 16 keys k0 … k0 + 15: s[i] is the accumulator of keys k0 + 8i … k0 + 8i + 7. Rows past `last_key` are read as last_key.
 template <int HD>
-DEVICE void attn_scores(float (&s)[2][4], const uint32_t (&qf)[HD / 16][4], const bf16* __restrict__ k, int k0, int last_key) {
+DEVICE void attn_scores(float (&s)[2][4], const uint32_t (&qf)[HD / 16][4], const bf16* k, int k0, int last_key) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -97,7 +97,7 @@ DEVICE void attn_softmax(AttnState<HD>& st, float (&s)[2][4], int k0, const int 
 
 // o += P·V for the same 16 keys.
 template <int HD>
-DEVICE void attn_values(AttnState<HD>& st, const float (&s)[2][4], const bf16* __restrict__ v, int k0, int last_key) {
+DEVICE void attn_values(AttnState<HD>& st, const float (&s)[2][4], const bf16* v, int k0, int last_key) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const uint32_t p[4] = {pack_bf16(s[0][0], s[0][1]), pack_bf16(s[0][2], s[0][3]), pack_bf16(s[1][0], s[1][1]), pack_bf16(s[1][2], s[1][3])};
 #pragma unroll
@@ -123,7 +123,7 @@ DEVICE void attn_values(AttnState<HD>& st, const float (&s)[2][4], const bf16* _
 
 // One step: 16 keys from k0 on.
 template <int HD>
-DEVICE void attn_step(AttnState<HD>& st, const uint32_t (&qf)[HD / 16][4], const bf16* __restrict__ k, const bf16* __restrict__ v, int k0,
+DEVICE void attn_step(AttnState<HD>& st, const uint32_t (&qf)[HD / 16][4], const bf16* k, const bf16* v, int k0,
                       int last_key, const int (&limit)[2], float scale_log2) {
   float s[2][4];
   attn_scores<HD>(s, qf, k, k0, last_key);

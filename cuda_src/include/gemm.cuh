@@ -106,7 +106,7 @@ struct GemmSlice {
 
 // One K slice from device memory into registers; what lies outside the matrices is zero.
 template <class W, class Rows>
-DEVICE void gemm_fetch(GemmSlice<W>& s, const uint16_t* __restrict__ a, const Rows& rows, int T, int K, int k0) {
+DEVICE void gemm_fetch(GemmSlice<W>& s, const uint16_t* a, const Rows& rows, int T, int K, int k0) {
   const uint4 zero = make_uint4(0, 0, 0, 0);
   const int row = int(blockIdx.y) * BM + int(threadIdx.x) / 4, ka = k0 + int(threadIdx.x) % 4 * 8;
   s.a = row < T && ka < K ? ld_global_v4(a + int64_t(row) * K + ka) : zero;
@@ -154,7 +154,7 @@ DEVICE void gemm_multiply(float (&c)[2][4][4], const GemmTile& sh, int buf) {
 
 // The block's 64 × 128 sums, in c[16-row tile][8-column tile][mma accumulator].
 template <class W, class Rows>
-DEVICE void gemm_tile(float (&c)[2][4][4], GemmTile& sh, const uint16_t* __restrict__ a, const Rows& rows, int T, int K) {
+DEVICE void gemm_tile(float (&c)[2][4][4], GemmTile& sh, const uint16_t* a, const Rows& rows, int T, int K) {
 #pragma unroll
   for (int i = 0; i < 32; i++) c[i / 16][i / 4 % 4][i % 4] = 0.f;
   GemmSlice<W> s;
@@ -199,8 +199,8 @@ DEVICE void gemm_each_pair(const float (&c)[2][4][4], int T, int N, F f) {
 
 // h[t, n] += scale[n]·(A·Wᵀ)[t, n] in fp32 (ADD), or plainly = .
 template <class W, bool ADD>
-DEVICE void gemm_f32(float* __restrict__ h, const uint16_t* __restrict__ a, const typename W::type* __restrict__ w,
-                     const float* __restrict__ scale, int T, int N, int K) {
+DEVICE void gemm_f32(float* h, const uint16_t* a, const typename W::type* w,
+                     const float* scale, int T, int N, int K) {
   SHARED(GemmTile, sh);
   float c[2][4][4];
   gemm_tile<W>(c, sh, a, RowsPlain<typename W::type>{w, N, K}, T, K);
@@ -213,8 +213,8 @@ DEVICE void gemm_f32(float* __restrict__ h, const uint16_t* __restrict__ a, cons
 
 // act[t, i] = silu(s_gate[i]·gate)·(s_up[i]·up), as bf16.
 template <class W>
-DEVICE void gemm_swiglu(bf16* __restrict__ act, const uint16_t* __restrict__ a, const typename W::type* __restrict__ w_gate,
-                        const float* __restrict__ s_gate, const typename W::type* __restrict__ w_up, const float* __restrict__ s_up, int T,
+DEVICE void gemm_swiglu(bf16* act, const uint16_t* a, const typename W::type* w_gate,
+                        const float* s_gate, const typename W::type* w_up, const float* s_up, int T,
                         int I, int K) {
   SHARED(GemmTile, sh);
   float c[2][4][4];
@@ -227,9 +227,9 @@ DEVICE void gemm_swiglu(bf16* __restrict__ act, const uint16_t* __restrict__ a, 
 
 // Q, K and V with bias, RoPE on Q and K; Q to q, K and V to the cache at positions pos0 + t.
 template <class W>
-DEVICE void gemm_qkv(bf16* __restrict__ q, bf16* __restrict__ k_cache, bf16* __restrict__ v_cache, const uint16_t* __restrict__ a,
-                     const typename W::type* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
-                     const float2* __restrict__ rope, int T, int H, int KV, int HD, int pos0, int max_len, int K) {
+DEVICE void gemm_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const uint16_t* a,
+                     const typename W::type* w, const float* scale, const float* bias,
+                     const float2* rope, int T, int H, int KV, int HD, int pos0, int max_len, int K) {
   SHARED(GemmTile, sh);
   const int half = HD / 2, pairs = (H + 2 * KV) * half;
   float c[2][4][4];

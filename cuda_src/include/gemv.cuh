@@ -1,231 +1,346 @@
 // gemv.cuh - one activation vector against a weight matrix, y = W·x, for one token: the kernel body that decode spends its life in.
 //
-// W is [N, K] row-major, bf16 or e4m3 (then with one fp32 scale per row, applied after the sum). A warp owns two rows at a time: the
-// two rows an epilogue must see together (a rotation's pair, a gate and its up), so that no epilogue needs another warp.
-// x lies in shared memory (bf16, f16 or fp32: see the stagings below), put there once per block by a prologue (a plain copy, or RMSNorm); lanes read W in 16-byte packs that are coalesced across the warp, UNROLL packs of either row in
-// flight, and accumulate in fp32.
+// W is [N, K] row-major, bf16 or e4m3 (then with one fp32 scale per row, applied after the sum). A block owns a contiguous range of rows
+// and reads each of them with all its threads: thread t holds packs t, t + threads, … (C of them, 16 bytes each) of every row, so its
+// part of x stays in registers for the whole kernel and the block reads one contiguous stream. R rows are in flight; as soon as a pack is
+// consumed its register is loaded again for the row R further on, so that the loads never drain between rows. Sums are fp32: R rows at a
+// time are reduced over the warp by shuffles, and over the warps in shared memory once, at the end of the kernel.
 //
-// grid: any; warps stride over the row pairs. block: whole warps, at most GEMV_THREADS. dynamic shared memory: the staged x, K rounded up to a multiple of 512.
+// Two things run ahead. The first R rows are requested before griddep_wait: weights do not depend on the previous kernel, so they travel
+// while it drains and while x is fetched and normalised. And `ahead` rows further on are always on their way from HBM into L2 (one bulk
+// prefetch a row, no registers), from before the wait until the end, so that HBM never idles across a boundary and the register loads
+// only have to cover the latency of L2. Everything else that is constant (norm weights, scales, biases) is fetched before the wait too.
+//
+// Nothing that a previous kernel writes may be declared const __restrict__: the compiler would read it through the read-only path, and
+// may do so before griddep_wait. Two rows that an epilogue must see together (a rotation's pair, a gate and its up) are one unit; a
+// block's range is a range of units.
+//
+// grid: any; the units are spread evenly. block: ceil(K / (C·32·PACK)) warps. dynamic shared memory: (warps + 2)·rows(block)·4 bytes.
 // bytes moved: N·K·sizeof(weight) once from HBM; x (2K or 4K bytes) once per block from L2.
 // PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3): rows are whole 16-byte packs.  PRECOND  W, x 16-byte aligned.
 #pragma once
-#include "reduce.cuh"
-#include "vec.cuh"
+#include "norm.cuh"
 
-constexpr int GEMV_THREADS = 256;
-
-// Where half `half` of the 32 bytes of x that meet pack p of a row lies, in 16-byte words. Neighbouring lanes read words 16 bytes
-// apart, not 32: the two halves of 32 packs are stored apart, so no bank is hit twice.
-DEVICE int split_word(int p, int half) { return (p / WARP) * 2 * WARP + half * WARP + p % WARP; }
-
-// How x is staged: eight elements go to, and come from, word w of the vector. Normed inputs are f16: they are bounded by √K·max|g|, and
-// three more bits than bf16 cost nothing. What can be large (SwiGLU's output) stays bf16. The LM head's input is exact.
-struct StageBf16 {
-  static DEVICE void store(uint4* xs, int w, const float (&f)[8]) { xs[w] = pack_bf16x8(f); }
-  static DEVICE void load(float (&f)[8], const uint4* xs, int w) { unpack_bf16(f, xs[w]); }
-};
-struct StageF16 {
-  static DEVICE void store(uint4* xs, int w, const float (&f)[8]) { xs[w] = pack_f16x8(f); }
-  static DEVICE void load(float (&f)[8], const uint4* xs, int w) { unpack_f16(f, xs[w]); }
-};
-struct StageF32 {
-  static DEVICE void store(uint4* xs, int w, const float (&f)[8]) {
-    reinterpret_cast<float4*>(xs)[split_word(w, 0)] = make_float4(f[0], f[1], f[2], f[3]);
-    reinterpret_cast<float4*>(xs)[split_word(w, 1)] = make_float4(f[4], f[5], f[6], f[7]);
-  }
-  static DEVICE void load(float (&f)[8], const uint4* xs, int w) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const float4 v = reinterpret_cast<const float4*>(xs)[split_word(w, half)];
-      f[4 * half] = v.x, f[4 * half + 1] = v.y, f[4 * half + 2] = v.z, f[4 * half + 3] = v.w;
-    }
-  }
-};
-
-// A weight type over a staging: how many weights a 16-byte pack holds, where the eight elements 8i … 8i + 7 of x are staged, and the
-// dot product of pack p of a row with its stretch of x.
-template <class Stage>
+// ---- weights ---------------------------------------------------------------------------------------------------------------------------
 struct WeightBf16 {
   using type = bf16;
-  static constexpr int PACK = 8;
+  static constexpr int PACK = 8;  // weights in 16 bytes
   static constexpr bool SCALED = false;
-  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) { Stage::store(xs, i, f); }
-  static DEVICE float dot(float acc, uint4 w, const uint4* xs, int p) {
-    float a[8], b[8];
-    unpack_bf16(a, w);
-    Stage::load(b, xs, p);
-#pragma unroll
-    for (int i = 0; i < 8; i++) acc = fmaf(a[i], b[i], acc);
-    return acc;
-  }
+  static DEVICE void widen(float (&f)[8], uint4 w, int) { unpack_bf16(f, w); }
 };
-template <class Stage>
 struct WeightE4m3 {
   using type = e4m3;
   static constexpr int PACK = 16;
   static constexpr bool SCALED = true;
-  static DEVICE void stage(uint4* xs, int i, const float (&f)[8]) { Stage::store(xs, split_word(i / 2, i % 2), f); }
-  static DEVICE float dot(float acc, uint4 w, const uint4* xs, int p) {
-    const uint32_t word[4] = {w.x, w.y, w.z, w.w};
+  // Eight of the sixteen: half 0 or 1.
+  static DEVICE void widen(float (&f)[8], uint4 w, int half) {
+    float a[4], b[4];
+    unpack_e4m3(a, half ? w.z : w.x);
+    unpack_e4m3(b, half ? w.w : w.y);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float a[4], b[8];
-      Stage::load(b, xs, split_word(p, half));
-#pragma unroll
-      for (int q = 0; q < 2; q++) {
-        unpack_e4m3(a, word[2 * half + q]);
-#pragma unroll
-        for (int i = 0; i < 4; i++) acc = fmaf(a[i], b[4 * q + i], acc);
-      }
-    }
-    return acc;
+    for (int i = 0; i < 4; i++) f[i] = a[i], f[4 + i] = b[i];
   }
 };
 
-// Prologue: x bf16 [K] → shared memory.
-template <class W>
-DEVICE void stage_copy(uint4* xs, const bf16* __restrict__ x, int K) {
-  for (int i = threadIdx.x; i < K / 8; i += blockDim.x) {
-    float f[8];
-    unpack_bf16(f, ld_global_v4(x + 8 * i));
-    W::stage(xs, i, f);
+// ---- x in registers: C packs a thread ----------------------------------------------------------------------------------------------
+// As fp32: normed inputs, exact.
+template <class W, int C>
+struct XFloat {
+  float v[C][W::PACK];
+  DEVICE void eight(float (&f)[8], int c, int part) const {
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] = v[c][8 * part + i];
   }
-  __syncthreads();
+};
+// As the bf16 they are in memory: half the registers, for long K.
+template <class W, int C>
+struct XBf16 {
+  uint4 v[C][W::PACK / 8];
+  DEVICE void eight(float (&f)[8], int c, int part) const { unpack_bf16(f, v[c][part]); }
+};
+
+// s plus pack c of a row times its stretch of x.
+template <class W, class X>
+DEVICE float dot_pack(float s, uint4 w, const X& x, int c) {
+#pragma unroll
+  for (int part = 0; part < W::PACK / 8; part++) {
+    float a[8], b[8];
+    W::widen(a, w, part);
+    x.eight(b, c, part);
+#pragma unroll
+    for (int i = 0; i < 8; i++) s = fmaf(a[i], b[i], s);
+  }
+  return s;
 }
 
-// RMSNorm of one row by a whole block: store(i, f) gets elements 8i … 8i + 7 of h / sqrt(mean(h²) + eps)·g. `scratch`: a float a warp.
-template <class Store>
-DEVICE void norm_row(const float* __restrict__ h, const bf16* __restrict__ g, int K, float eps, float* scratch, Store store) {
-  const float4* h4 = reinterpret_cast<const float4*>(h);
+// x bf16 [K]; packs past the end are zero.
+template <class W, int C>
+DEVICE void fetch_x(XBf16<W, C>& x, const bf16* src, int K) {
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const int k = (c * int(blockDim.x) + int(threadIdx.x)) * W::PACK;
+#pragma unroll
+    for (int part = 0; part < W::PACK / 8; part++) x.v[c][part] = k < K ? ld_global_v4(src + k + 8 * part) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// RMSNorm of h fp32 [K]. `scratch`: a float a warp.
+template <class W, int C>
+DEVICE void fetch_normed(XFloat<W, C>& x, const float* h, const XBf16<W, C>& g, int K, float eps, float* scratch) {
   float ss = 0.f;
-  for (int i = threadIdx.x; i < K / 4; i += blockDim.x) {
-    const float4 v = h4[i];
-    ss = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, ss))));
+#pragma unroll
+  for (int c = 0; c < C; c++) {
+    const int k = (c * int(blockDim.x) + int(threadIdx.x)) * W::PACK;
+#pragma unroll
+    for (int i = 0; i < W::PACK; i += 4) {
+      const float4 v = k < K ? ld_global_f4(h + k + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+      x.v[c][i] = v.x, x.v[c][i + 1] = v.y, x.v[c][i + 2] = v.z, x.v[c][i + 3] = v.w;
+      ss = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, ss))));
+    }
   }
   const float inv = rsqrtf(block_sum(ss, scratch) / float(K) + eps);
-  for (int i = threadIdx.x; i < K / 8; i += blockDim.x) {
-    const float4 a = h4[2 * i], b = h4[2 * i + 1];
-    float f[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, w[8];
-    unpack_bf16(w, ld_global_v4(g + 8 * i));
 #pragma unroll
-    for (int j = 0; j < 8; j++) f[j] = f[j] * inv * w[j];
-    store(i, f);
-  }
+  for (int c = 0; c < C; c++)
+#pragma unroll
+    for (int part = 0; part < W::PACK / 8; part++) {
+      float w[8];
+      g.eight(w, c, part);
+#pragma unroll
+      for (int j = 0; j < 8; j++) x.v[c][8 * part + j] *= inv * w[j];
+    }
 }
 
-// Prologue: RMSNorm of the residual stream h fp32 [K] with weight g bf16 [K] → shared memory.
+// ---- rows --------------------------------------------------------------------------------------------------------------------------------
+// A block's share of `units`: [begin, begin + count).
+struct Share {
+  int begin, count;
+};
+DEVICE Share block_share(int units) {
+  const int begin = int(int64_t(units) * blockIdx.x / gridDim.x);
+  return {begin, int(int64_t(units) * (blockIdx.x + 1) / gridDim.x) - begin};
+}
+
+// R sums a lane → each row's sum over the warp, by exchanging halves: R - 1 + log2(32 / R) shuffles instead of 5·R. Lane l ends with the
+// sum of row l / (32 / R).
+template <int R>
+DEVICE float reduce_rows(float (&s)[R]) {
+  const int lane = threadIdx.x % WARP;
+  int m = WARP / 2;
+#pragma unroll
+  for (int n = R / 2; n >= 1; n /= 2, m /= 2)
+#pragma unroll
+    for (int i = 0; i < n; i++) {
+      const bool upper = lane & m;
+      const float send = upper ? s[i] : s[i + n], keep = upper ? s[i + n] : s[i];
+      s[i] = keep + __shfl_xor_sync(FULL_MASK, send, m);
+    }
+#pragma unroll
+  for (m = WARP / R / 2; m >= 1; m /= 2) s[0] += __shfl_xor_sync(FULL_MASK, s[0], m);
+  return s[0];
+}
+
+// The packs of R rows that a thread has in flight.
+template <class W, int C, int R>
+struct Flight {
+  uint4 v[R][C];
+};
+
+// This thread's pack c of a row; zero beyond the row's end, and for a row that is not there (null).
 template <class W>
-DEVICE void stage_norm(uint4* xs, const float* __restrict__ h, const bf16* __restrict__ g, int K, float eps, float* scratch) {
-  norm_row(h, g, K, eps, scratch, [&](int i, const float(&f)[8]) { W::stage(xs, i, f); });
+DEVICE uint4 request_pack(const typename W::type* row, int c, int K) {
+  const int k = (c * int(blockDim.x) + int(threadIdx.x)) * W::PACK;
+  return row && k < K ? ld_stream_v4(row + k) : make_uint4(0, 0, 0, 0);
+}
+
+template <class W, int C, int R, class Rows>
+DEVICE void request_first(Flight<W, C, R>& f, const Rows& rows, int count, int K) {
+#pragma unroll
+  for (int r = 0; r < R; r++)
+#pragma unroll
+    for (int c = 0; c < C; c++) f.v[r][c] = request_pack<W>(r < count ? rows.row(r) : nullptr, c, K);
+}
+
+// Rows begin … end - 1 of the block on their way into L2, as far as there are such rows.
+template <class W, class Rows>
+DEVICE void prefetch_rows(const Rows& rows, int begin, int end, int count, int K) {
+  for (int j = begin + int(threadIdx.x); j < min(end, count); j += blockDim.x)
+    prefetch_l2(rows.row(j), uint32_t(K) * uint32_t(sizeof(typename W::type)));
+}
+
+// What a block does before griddep_wait: R rows into registers, the next `ahead` rows into L2.
+template <class W, int C, int R, class Rows>
+DEVICE void run_ahead(Flight<W, C, R>& f, const Rows& rows, int count, int K, int ahead) {
+  request_first(f, rows, count, K);
+  prefetch_rows<W>(rows, R, R + ahead, count, K);
+}
+
+// All rows of the block: part[warp][j] = warp's share of row j · x. Ends with the block's barrier.
+template <class W, int C, int R, class X, class Rows>
+DEVICE void multiply_rows(float* part, Flight<W, C, R>& f, const X& x, const Rows& rows, int count, int K, int ahead) {
+  const int lane = threadIdx.x % WARP;
+  float* mine = part + int(threadIdx.x) / WARP * count;
+  for (int j0 = 0; j0 < count; j0 += R) {
+    if (ahead) prefetch_rows<W>(rows, j0 + R + ahead, j0 + 2 * R + ahead, count, K);
+    float s[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      s[r] = 0.f;
+      const int next = j0 + R + r;
+      const typename W::type* row = next < count ? rows.row(next) : nullptr;
+#pragma unroll
+      for (int c = 0; c < C; c++) {
+        s[r] = dot_pack<W>(s[r], f.v[r][c], x, c);
+        f.v[r][c] = request_pack<W>(row, c, K);
+      }
+    }
+    const float sum = reduce_rows<R>(s);
+    const int j = j0 + lane / (WARP / R);
+    if (lane % (WARP / R) == 0 && j < count) mine[j] = sum;
+  }
   __syncthreads();
 }
 
-// The two rows w0, w1 [K] against the staged x: {w0·x, w1·x}, unscaled, in every lane.
-template <class W, int UNROLL>
-DEVICE float2 dot_rows(const typename W::type* __restrict__ w0, const typename W::type* __restrict__ w1, const uint4* xs, int K) {
-  const int packs = K / W::PACK;
-  const uint4 *r0 = reinterpret_cast<const uint4*>(w0), *r1 = reinterpret_cast<const uint4*>(w1);
-  float s0 = 0.f, s1 = 0.f;
-  for (int base = threadIdx.x % WARP; base < packs; base += WARP * UNROLL) {
-    uint4 a[UNROLL], b[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-      if (base + u * WARP < packs) {
-        a[u] = ld_stream_v4(r0 + base + u * WARP);
-        b[u] = ld_stream_v4(r1 + base + u * WARP);
-      }
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-      if (base + u * WARP < packs) {
-        s0 = W::dot(s0, a[u], xs, base + u * WARP);
-        s1 = W::dot(s1, b[u], xs, base + u * WARP);
-      }
-  }
-  return make_float2(warp_sum(s0), warp_sum(s1));
+// n constants of the block into shared memory: they arrive while the rows do, and are read after multiply_rows' barrier.
+DEVICE void stage(float* dst, const float* src, int n) {
+  for (int i = threadIdx.x; i < n; i += blockDim.x) dst[i] = src[i];
 }
 
-DEVICE int gemv_first_pair() { return int(blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP); }
-DEVICE int gemv_pair_stride() { return int(gridDim.x * (blockDim.x / WARP)); }
+// Row j's whole sum, in one thread.
+DEVICE float sum_warps(const float* part, int j, int count) {
+  float s = 0.f;
+  for (int w = 0; w < int(blockDim.x) / WARP; w++) s += part[w * count + j];
+  return s;
+}
 
-// ---- the four kernels of a decode step, for either weight type -------------------------------------------------------------
+template <class T>
+struct RowsPlain {
+  const T* w;  // the block's first row
+  int K;
+  DEVICE const T* row(int j) const { return w + int64_t(j) * K; }
+};
+// Row 2i is the gate of the block's unit i, row 2i + 1 its up.
+template <class T>
+struct RowsGateUp {
+  const T *gate, *up;
+  int K;
+  DEVICE const T* row(int j) const { return (j % 2 ? up : gate) + int64_t(j / 2) * K; }
+};
+// Rows 2i and 2i + 1 are dimensions d and d + HD/2 of a head, which RoPE rotates into each other; unit p is dimension p % (HD/2) of head
+// p / (HD/2).
+template <class T>
+struct RowsRotary {
+  const T* w;
+  int K, first, half;
+  DEVICE int index(int j) const {
+    const int p = first + j / 2;
+    return p / half * 2 * half + p % half + (j % 2 ? half : 0);
+  }
+  DEVICE const T* row(int j) const { return w + int64_t(index(j)) * K; }
+};
+
+// ---- the four kernels of a decode step, for either weight type -------------------------------------------------------------------------
+// `ahead`: rows between the register loads and the L2 prefetch; 0: no prefetch.
 
 // Plain x, residual add: h[n] += scale[n]·(W·x)[n]. O-projection and down-projection.
-template <class W, int UNROLL>
-DEVICE void gemv_add(float* __restrict__ h, const bf16* __restrict__ x, const typename W::type* __restrict__ w,
-                     const float* __restrict__ scale, int N, int K, uint4* xs) {
+template <class W, int C, int R>
+DEVICE void gemv_add(float* h, const bf16* x, const typename W::type* w, const float* scale, int N, int K, int ahead, float* part) {
   griddep_launch();
+  const Share rows = block_share(N);
+  const RowsPlain<typename W::type> at{w + int64_t(rows.begin) * K, K};
+  float* scales = part + blockDim.x / WARP * rows.count;
+  Flight<W, C, R> f;
+  run_ahead(f, at, rows.count, K, ahead);
+  if (W::SCALED) stage(scales, scale + rows.begin, rows.count);
   griddep_wait();
-  stage_copy<W>(xs, x, K);
-  for (int p = gemv_first_pair(); p < (N + 1) / 2; p += gemv_pair_stride()) {
-    const int n0 = 2 * p, n1 = min(2 * p + 1, N - 1);  // an odd last row is computed twice, written once
-    float2 y = dot_rows<W, UNROLL>(w + int64_t(n0) * K, w + int64_t(n1) * K, xs, K);
-    if (threadIdx.x % WARP) continue;
-    if (W::SCALED) y = make_float2(y.x * scale[n0], y.y * scale[n1]);
-    h[n0] += y.x;
-    if (n1 != n0) h[n1] += y.y;
+  XBf16<W, C> xs;
+  fetch_x(xs, x, K);
+  multiply_rows(part, f, xs, at, rows.count, K, ahead);
+  for (int j = threadIdx.x; j < rows.count; j += blockDim.x) {
+    const float y = sum_warps(part, j, rows.count);
+    h[rows.begin + j] += W::SCALED ? y * scales[j] : y;
   }
 }
 
 // RMSNorm, then gate and up, then SwiGLU: act[i] = silu(gate_i·x)·(up_i·x).
-template <class W, int UNROLL>
-DEVICE void gemv_swiglu(bf16* __restrict__ act, const float* __restrict__ h, const bf16* __restrict__ g,
-                        const typename W::type* __restrict__ w_gate, const float* __restrict__ s_gate,
-                        const typename W::type* __restrict__ w_up, const float* __restrict__ s_up, int I, int K, float eps, uint4* xs) {
+template <class W, int C, int R>
+DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename W::type* w_gate, const float* s_gate,
+                        const typename W::type* w_up, const float* s_up, int I, int K, float eps, int ahead, float* part) {
   SHARED(float[WARP], scratch);
   griddep_launch();
+  const Share units = block_share(I);
+  const int count = 2 * units.count;
+  const RowsGateUp<typename W::type> at{w_gate + int64_t(units.begin) * K, w_up + int64_t(units.begin) * K, K};
+  float *gates = part + blockDim.x / WARP * count, *ups = gates + units.count;
+  Flight<W, C, R> f;
+  run_ahead(f, at, count, K, ahead);
+  XBf16<W, C> gs;
+  fetch_x(gs, g, K);
+  if (W::SCALED) stage(gates, s_gate + units.begin, units.count), stage(ups, s_up + units.begin, units.count);
   griddep_wait();
-  stage_norm<W>(xs, h, g, K, eps, scratch);
-  for (int i = gemv_first_pair(); i < I; i += gemv_pair_stride()) {
-    float2 y = dot_rows<W, UNROLL>(w_gate + int64_t(i) * K, w_up + int64_t(i) * K, xs, K);
-    if (threadIdx.x % WARP) continue;
-    if (W::SCALED) y = make_float2(y.x * s_gate[i], y.y * s_up[i]);
-    act[i] = __float2bfloat16_rn(y.x / (1.f + expf(-y.x)) * y.y);
+  XFloat<W, C> xs;
+  fetch_normed(xs, h, gs, K, eps, scratch);
+  multiply_rows(part, f, xs, at, count, K, ahead);
+  for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
+    float gate = sum_warps(part, 2 * u, count), up = sum_warps(part, 2 * u + 1, count);
+    if (W::SCALED) gate *= gates[u], up *= ups[u];
+    act[units.begin + u] = __float2bfloat16_rn(gate / (1.f + expf(-gate)) * up);
   }
 }
 
 // RMSNorm, then Q, K and V with bias, RoPE on Q and K, K and V appended to the cache at the token's position.
-// Pair p is dimension d = p % (HD/2) and its partner d + HD/2 of head p / (HD/2): the two that RoPE rotates into each other.
-template <class W, int UNROLL>
-DEVICE void gemv_qkv(bf16* __restrict__ q, bf16* __restrict__ k_cache, bf16* __restrict__ v_cache, const float* __restrict__ h,
-                     const bf16* __restrict__ g, const typename W::type* __restrict__ w, const float* __restrict__ scale,
-                     const float* __restrict__ bias, const float2* __restrict__ rope, const int32_t* __restrict__ pos_ptr, int H, int KV,
-                     int HD, int max_len, int K, float eps, uint4* xs) {
+template <class W, int C, int R>
+DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, const bf16* g, const typename W::type* w, const float* scale,
+                     const float* bias, const float2* rope, const int32_t* pos_ptr, int H, int KV, int HD, int max_len, int K, float eps,
+                     int ahead, float* part) {
   SHARED(float[WARP], scratch);
   griddep_launch();
+  const int half = HD / 2;
+  const Share units = block_share((H + 2 * KV) * half);
+  const int count = 2 * units.count;
+  const RowsRotary<typename W::type> at{w, K, units.begin, half};
+  float *biases = part + blockDim.x / WARP * count, *scales = biases + count;
+  Flight<W, C, R> f;
+  run_ahead(f, at, count, K, ahead);
+  XBf16<W, C> gs;
+  fetch_x(gs, g, K);
+  for (int j = threadIdx.x; j < count; j += blockDim.x) {
+    biases[j] = bias[at.index(j)];
+    if (W::SCALED) scales[j] = scale[at.index(j)];
+  }
   griddep_wait();
-  stage_norm<W>(xs, h, g, K, eps, scratch);
-  const int half = HD / 2, pos = *pos_ptr;
-  for (int p = gemv_first_pair(); p < (H + 2 * KV) * half; p += gemv_pair_stride()) {
-    const int head = p / half, d = p % half, n0 = head * HD + d, n1 = n0 + half;
-    float2 y = dot_rows<W, UNROLL>(w + int64_t(n0) * K, w + int64_t(n1) * K, xs, K);
-    if (threadIdx.x % WARP) continue;
-    if (W::SCALED) y = make_float2(y.x * scale[n0], y.y * scale[n1]);
-    y = make_float2(y.x + bias[n0], y.y + bias[n1]);
-    if (head < H + KV) {
-      const float2 cs = rope[int64_t(pos) * half + d];  // {cos, sin}
-      y = make_float2(fmaf(y.x, cs.x, -y.y * cs.y), fmaf(y.y, cs.x, y.x * cs.y));
-    }
+  const int pos = *pos_ptr;
+  XFloat<W, C> xs;
+  fetch_normed(xs, h, gs, K, eps, scratch);
+  multiply_rows(part, f, xs, at, count, K, ahead);
+  for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
+    const int p = units.begin + u, head = p / half, d = p % half;
+    float x = sum_warps(part, 2 * u, count), y = sum_warps(part, 2 * u + 1, count);
+    if (W::SCALED) x *= scales[2 * u], y *= scales[2 * u + 1];
+    x += biases[2 * u], y += biases[2 * u + 1];
+    const float2 cs = head < H + KV ? rope[int64_t(pos) * half + d] : make_float2(1.f, 0.f);  // {cos, sin}
     bf16* out = head < H        ? q + head * HD
                 : head < H + KV ? k_cache + (int64_t(head - H) * max_len + pos) * HD
                                 : v_cache + (int64_t(head - H - KV) * max_len + pos) * HD;
-    out[d] = __float2bfloat16_rn(y.x);
-    out[d + half] = __float2bfloat16_rn(y.y);
+    out[d] = __float2bfloat16_rn(fmaf(x, cs.x, -y * cs.y));
+    out[d + half] = __float2bfloat16_rn(fmaf(y, cs.x, x * cs.y));
   }
 }
 
 // RMSNorm, then the LM head: logits[v] fp32.
-template <class W, int UNROLL>
-DEVICE void gemv_logits(float* __restrict__ logits, const float* __restrict__ h, const bf16* __restrict__ g,
-                        const typename W::type* __restrict__ w, int V, int K, float eps, uint4* xs) {
+template <class W, int C, int R>
+DEVICE void gemv_logits(float* logits, const float* h, const bf16* g, const typename W::type* w, int V, int K, float eps, int ahead,
+                        float* part) {
   SHARED(float[WARP], scratch);
   griddep_launch();
+  const Share rows = block_share(V);
+  const RowsPlain<typename W::type> at{w + int64_t(rows.begin) * K, K};
+  Flight<W, C, R> f;
+  run_ahead(f, at, rows.count, K, ahead);
+  XBf16<W, C> gs;
+  fetch_x(gs, g, K);
   griddep_wait();
-  stage_norm<W>(xs, h, g, K, eps, scratch);
-  for (int p = gemv_first_pair(); p < (V + 1) / 2; p += gemv_pair_stride()) {
-    const int n0 = 2 * p, n1 = min(2 * p + 1, V - 1);
-    const float2 y = dot_rows<W, UNROLL>(w + int64_t(n0) * K, w + int64_t(n1) * K, xs, K);
-    if (threadIdx.x % WARP) continue;
-    logits[n0] = y.x;
-    if (n1 != n0) logits[n1] = y.y;
-  }
+  XFloat<W, C> xs;
+  fetch_normed(xs, h, gs, K, eps, scratch);
+  multiply_rows(part, f, xs, at, rows.count, K, ahead);
+  for (int j = threadIdx.x; j < rows.count; j += blockDim.x) logits[rows.begin + j] = sum_warps(part, j, rows.count);
 }

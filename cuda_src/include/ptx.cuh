@@ -17,6 +17,18 @@ DEVICE uint4 ld_global_v4(const void* p) {
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
+DEVICE float4 ld_global_f4(const void* p) {
+  float4 v;
+  asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+// Ask for a stretch of memory to be brought into L2, without waiting and without a register: keeps HBM busy while a kernel waits for the
+// previous one. p and bytes are multiples of 16. Nothing before sm_90, where it would only be a hint too.
+DEVICE void prefetch_l2(const void* p, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
 // Polls and pushes between ranks: volatile is relaxed at system scope, and the compiler may neither drop nor merge it.
 DEVICE uint32_t ld_volatile_u32(const uint32_t* p) {
   uint32_t v;

@@ -37,6 +37,8 @@ inline uint32_t atom_inc_acq_rel_gpu(uint32_t* p, uint32_t wrap, SIMT_PLACE) {
   return uint32_t(simt::atomic(p, 4, modify, wrap, 0, simt::Order::ACQ_REL, place));
 }
 
+inline float4 ld_global_f4(const void* p) { return *static_cast<const float4*>(p); }
+inline void prefetch_l2(const void*, uint32_t) {}
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------------
 inline void griddep_wait(SIMT_PLACE) { simt::griddep_wait(place); }
 inline void griddep_launch() { simt::griddep_launch(); }

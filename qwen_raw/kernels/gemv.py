@@ -7,40 +7,51 @@ from dataclasses import dataclass
 import numpy as np
 
 from qwen_raw.device import BF16, F32, I32, Arg, Buffer, Device
-from qwen_raw.errors import require
+from qwen_raw.errors import QwenRawError, require
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
 
-THREADS = 256
-WARPS = THREADS // 32
-
-
-def smem_bytes(K: int, op: str = "") -> int:
-    """Dynamic shared memory for x [K], in whole groups of 512 elements (the unit of the staging order).
-
-    x is bf16, and fp32 for the LM head ("logits").
-    """
-    return (K + 511) // 512 * 512 * (4 if op == "logits" else 2)
+WARP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Gemv:
-    """One weight type's kernels. `blocks_per_sm`: what the kernels' launch bounds allow."""
+    """One weight type's kernels. A kernel has variants by C, the packs of a row that one thread holds."""
 
     stem: str
     fp8: bool
+    add_threads: dict[int, int]  # C → the largest block of that variant, plain x
+    normed_threads: dict[int, int]  # the same for the kernels that normalise
     blocks_per_sm: int
+    ahead_bytes: int  # a block's distance between register loads and L2 prefetch
 
-    def grid(self, dev: Device, pairs: int, smem: int) -> int:
-        """One wave of resident blocks, or fewer when there is less than a row pair for each warp."""
-        fit = max(1, min(self.blocks_per_sm, dev.smem_per_block // (smem + 1024)))
-        return max(1, min((pairs + WARPS - 1) // WARPS, dev.sm_count * fit))
+    @property
+    def pack(self) -> int:
+        """Weights in 16 bytes."""
+        return 16 if self.fp8 else 8
 
-    def _launch(self, dev: Device, op: str, pairs: int, K: int, args: list[Arg], pdl: bool, grid: int | None) -> None:
-        smem = smem_bytes(K, op)
-        require(smem <= dev.smem_per_block, f"K = {K} needs {smem} bytes of shared memory, {dev.smem_per_block} there")
-        kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}")
-        blocks = grid or self.grid(dev, pairs, smem)
-        dev.launch(kernel, (blocks, 1, 1), (THREADS, 1, 1), args, smem=smem, pdl=pdl)
+    def variant(self, op: str, K: int) -> tuple[int, int]:
+        """(C, threads): the fewest packs a thread that a block of whole warps can cover K with."""
+        table = self.add_threads if op == "add" else self.normed_threads
+        packs = K // self.pack
+        for C, most in table.items():
+            threads = -(-packs // (C * WARP)) * WARP
+            if threads <= most:
+                return C, threads
+        longest = max(C * most for C, most in table.items()) * self.pack
+        raise QwenRawError(f"gemv_{op}: rows of {K} weights, the longest variant takes {longest}")
+
+    def _launch(
+        self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, args: list[Arg], pdl: bool, grid: int | None
+    ) -> None:
+        C, threads = self.variant(op, K)
+        blocks = min(units, grid or dev.sm_count * self.blocks_per_sm)
+        smem = -(-units // blocks) * rows_per_unit * (threads // WARP + 2) * 4
+        require(
+            smem <= dev.smem_per_block - 1024, f"gemv_{op}: {units} units in {blocks} blocks need {smem} bytes shared"
+        )
+        kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
+        ahead = np.int32(self.ahead_bytes // (K * (1 if self.fp8 else 2)))
+        dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), [*args, ahead], smem=smem, pdl=pdl)
 
     def _weights(self, *linears: Linear) -> list[Arg]:
         """Kernel arguments of the weights: each followed by its scale when the type has one."""
@@ -57,7 +68,7 @@ class Gemv:
         check_buffer(h, (w.N,), F32, "h")
         check_buffer(x, (w.K,), BF16, "x")
         args = [h, x, *self._weights(w), np.int32(w.N), np.int32(w.K)]
-        self._launch(dev, "add", (w.N + 1) // 2, w.K, args, pdl, grid)
+        self._launch(dev, "add", w.N, 1, w.K, args, pdl, grid)
 
     def swiglu(
         self,
@@ -78,7 +89,7 @@ class Gemv:
         check_buffer(h, (gate.K,), F32, "h")
         check_buffer(g, (gate.K,), BF16, "g")
         args = [act, h, g, *self._weights(gate, up), np.int32(gate.N), np.int32(gate.K), np.float32(eps)]
-        self._launch(dev, "swiglu", gate.N, gate.K, args, pdl, grid)
+        self._launch(dev, "swiglu", gate.N, 2, gate.K, args, pdl, grid)
 
     def qkv(
         self,
@@ -116,7 +127,7 @@ class Gemv:
         require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
         dims = [np.int32(n) for n in (H, KV, HD, max_len, w.K)]
         args = [q, k_cache, v_cache, h, g, *self._weights(w), bias, rope, pos, *dims, np.float32(eps)]
-        self._launch(dev, "qkv", w.N // 2, w.K, args, pdl, grid)
+        self._launch(dev, "qkv", w.N // 2, 2, w.K, args, pdl, grid)
 
     def logits(
         self,
@@ -135,4 +146,4 @@ class Gemv:
         check_buffer(h, (w.K,), F32, "h")
         check_buffer(g, (w.K,), BF16, "g")
         args = [out, h, g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
-        self._launch(dev, "logits", (w.N + 1) // 2, w.K, args, pdl, grid)
+        self._launch(dev, "logits", w.N, 1, w.K, args, pdl, grid)

@@ -2,4 +2,11 @@
 
 from qwen_raw.kernels.gemv import Gemv
 
-GEMV = Gemv("gemv_bf16", fp8=False, blocks_per_sm=4)
+GEMV = Gemv(
+    "gemv_bf16",
+    fp8=False,
+    add_threads={1: 512, 2: 512, 4: 640, 8: 512},
+    normed_threads={1: 512, 2: 512},
+    blocks_per_sm=1,
+    ahead_bytes=64 << 10,
+)

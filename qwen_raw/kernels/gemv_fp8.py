@@ -2,4 +2,11 @@
 
 from qwen_raw.kernels.gemv import Gemv
 
-GEMV = Gemv("gemv_fp8", fp8=True, blocks_per_sm=3)
+GEMV = Gemv(
+    "gemv_fp8",
+    fp8=True,
+    add_threads={1: 256, 2: 512, 4: 512},
+    normed_threads={1: 256, 2: 512},
+    blocks_per_sm=2,
+    ahead_bytes=64 << 10,
+)

@@ -1,0 +1,168 @@
+"""Decode's matrix-vector products alone: µs, GB/s and share of the read ceiling, over every shape of the given models.
+
+    python -m bench.gemv [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--blocks-per-sm N …] [--ahead KIB …]
+
+Each product runs in a graph over enough copies of its weights to leave the L2 behind (512 MiB at least), with
+programmatic dependent launch, as in decode. GB/s counts the weights alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common import RESULTS, environment, read_ceiling, save, time_ms
+from loaders.synthetic import SIZES
+from qwen_raw.config import ModelConfig
+from qwen_raw.device import BF16, E4M3, F32, I32, Buffer
+from qwen_raw.driver.device import CudaDevice
+from qwen_raw.errors import QwenRawError
+from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
+from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
+from qwen_raw.kernels.linear import Linear
+from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
+
+ROTATE_BYTES = 512 << 20
+LAUNCHES = 64
+EPS = 1e-6
+
+
+class Case:
+    """One product on its own buffers: `launch(i)` uses the i-th copy of the weights."""
+
+    def __init__(self, dev: CudaDevice, c: ModelConfig, op: str, fp8: bool, tp: int) -> None:
+        self.dev, self.op, self.gemv = dev, op, GEMV_FP8 if fp8 else GEMV_BF16
+        heads, kv = c.H // tp, max(1, c.KV // tp)
+        qkv_rows = (heads + 2 * kv) * c.HD
+        self.N, self.K = {
+            "qkv": (qkv_rows, c.D),
+            "o": (c.D, heads * c.HD),
+            "gate_up": (2 * (c.I // tp), c.D),
+            "down": (c.D, c.I // tp),
+            "head": (c.V // tp, c.D),
+        }[op]
+        self.nbytes = self.N * self.K * (1 if fp8 else 2)
+        copies = max(2, -(-ROTATE_BYTES // self.nbytes))
+        self.weights = [self._linear(i, fp8) for i in range(copies)]
+        self.h, self.x, self.g = (
+            dev.zeros((n,), t) for n, t in ((max(self.N, self.K), F32), (self.K, BF16), (c.D, BF16))
+        )
+        synthetic_bf16(dev, self.x, 3, 0, 1.0)
+        self.h.upload(np.random.default_rng(0).standard_normal(self.h.shape).astype(np.float32))
+        self.g.upload(np.full(c.D, 0x3F80, np.uint16))
+        self.out = self._outputs(c, heads, kv)
+
+    def _linear(self, i: int, fp8: bool) -> Linear:
+        weight = self.dev.empty((self.N, self.K), E4M3 if fp8 else BF16)
+        if fp8:
+            synthetic_e4m3(self.dev, weight, i, 1)
+            return Linear(weight, self.dev.array(np.full(self.N, 1e-4, np.float32)))
+        synthetic_bf16(self.dev, weight, i, 1, 0.02)
+        return Linear(weight)
+
+    def _outputs(self, c: ModelConfig, heads: int, kv: int) -> list[Buffer]:
+        if self.op == "qkv":
+            cache = [self.dev.zeros((kv, 16, c.HD), BF16) for _ in range(2)]
+            rope, pos = self.dev.zeros((16, c.HD // 2, 2), F32), self.dev.zeros((1,), I32)
+            return [self.dev.zeros((heads, c.HD), BF16), *cache, self.dev.zeros((self.N,), F32), rope, pos]
+        if self.op == "gate_up":
+            return [self.dev.zeros((self.N // 2,), BF16)]
+        return [self.dev.zeros((self.N,), F32)]
+
+    def launch(self, i: int, gemv: Gemv, grid: int | None) -> None:
+        w, dev = self.weights[i % len(self.weights)], self.dev
+        h, options = self.h.view((self.K,)), {"pdl": True, "grid": grid}
+        if self.op == "qkv":
+            q, k, v, bias, rope, pos = self.out
+            gemv.qkv(dev, q, k, v, h, self.g, w, bias, rope, pos, EPS, **options)  # type: ignore[arg-type]
+        elif self.op == "gate_up":
+            gate, up = (self._half(w, part) for part in range(2))
+            gemv.swiglu(dev, self.out[0], h, self.g, gate, up, EPS, **options)  # type: ignore[arg-type]
+        elif self.op == "head":
+            gemv.logits(dev, self.out[0], h, self.g, w, EPS, **options)  # type: ignore[arg-type]
+        else:
+            gemv.add(dev, self.out[0], self.x, w, **options)  # type: ignore[arg-type]
+
+    def _half(self, w: Linear, part: int) -> Linear:
+        n = self.N // 2
+        scale = w.scale.view((n,), part * n) if w.scale is not None else None
+        return Linear(w.weight.view((n, self.K), part * n * self.K), scale)
+
+
+def graph_us(dev: CudaDevice, launch: Callable[[int], None]) -> float:
+    """Microseconds a launch in a graph of LAUNCHES."""
+    launch(0)
+    with dev.capture() as capture:
+        for i in range(LAUNCHES):
+            launch(i)
+    timing = time_ms(dev, capture.graph.launch, repeats=7, warmup=2)
+    capture.graph.close()
+    return timing.median * 1e3 / LAUNCHES
+
+
+def measure(
+    dev: CudaDevice, size: str, tp: int, dtype: str, settings: list[tuple[int, int]], ceiling: float
+) -> list[dict[str, Any]]:
+    """One row a product and setting: (blocks per SM, KiB of prefetch distance); 0 and -1: the launcher's own choice."""
+    rows = []
+    for op in ("qkv", "o", "gate_up", "down", "head"):
+        if op == "head" and dtype == "fp8":
+            continue
+        case = Case(dev, SIZES[size], op, dtype == "fp8", tp)
+        for n, kib in settings:
+            grid = n * dev.sm_count or None
+            gemv = case.gemv if kib < 0 else replace(case.gemv, ahead_bytes=kib << 10)
+            try:
+                us = graph_us(dev, lambda i, e=gemv, g=grid, c=case: c.launch(i, e, g))  # type: ignore[misc]
+            except QwenRawError as error:  # a setting that the kernel refuses is a row too
+                print(f"{size:5} tp{tp} {dtype} {op:8} blocks/SM {n}: {error}")
+                continue
+            rate = case.nbytes / (us * 1e-6)
+            C, threads = case.gemv.variant({"o": "add", "down": "add"}.get(op, op), case.K)
+            row = {"model": size, "tp": tp, "dtype": dtype, "op": op, "N": case.N, "K": case.K, "blocks_per_sm": n}
+            row |= {"ahead": gemv.ahead_bytes, "C": C, "threads": threads, "us": us, "gb_s": rate / 1e9}
+            rows.append(row | {"of_read": rate / ceiling})
+            print(
+                f"{size:5} tp{tp} {dtype} {op:8} {f'{case.N}×{case.K}':14} blocks/SM {n} "
+                f"ahead {gemv.ahead_bytes >> 10:3}K c{C} {threads:4} thr "
+                f"{us:8.2f} µs {rate / 1e9:7.0f} GB/s {rate / ceiling:6.3f}",
+                flush=True,
+            )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="decode's matrix-vector products")
+    parser.add_argument("--model", nargs="+", default=["7b"], choices=list(SIZES))
+    parser.add_argument("--tp", nargs="+", type=int, default=[1])
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
+    parser.add_argument("--blocks-per-sm", nargs="+", type=int, default=[0], help="0: the launcher's own choice")
+    parser.add_argument(
+        "--ahead", nargs="+", type=int, default=[-1], metavar="KIB", help="-1: the launcher's own choice"
+    )
+    parser.add_argument("--commit")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    a = parser.parse_args()
+    dev = CudaDevice(0)
+    ceiling = read_ceiling(dev)
+    print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")
+    rows = []
+    settings = [(n, kib) for n in a.blocks_per_sm for kib in a.ahead]
+    for size in a.model:
+        for tp in a.tp:
+            for dtype in a.dtype:
+                rows += measure(dev, size, tp, dtype, settings, ceiling)
+    save("gemv", environment(dev, a.commit), rows, a.output)
+    dev.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
