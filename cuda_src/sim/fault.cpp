@@ -8,7 +8,10 @@
 
 #include "world.h"
 
-extern "C" __attribute__((weak)) void __asan_init();
+extern "C" {
+__attribute__((weak)) void __asan_init();
+__attribute__((weak)) void __asan_set_error_report_callback(void (*)(const char*));
+}
 
 namespace simt {
 
@@ -77,8 +80,18 @@ void on_signal(int signal, siginfo_t* info, void* context) {
 
 }  // namespace
 
+// AddressSanitizer reports with a stack trace of its own; it does not know which simulated thread it was.
+static void on_sanitizer_report(const char*) {
+  const Thread* t = running_thread();
+  if (world && t) fprintf(stderr, "simulated thread: %s\n", world->who(*t).c_str());
+}
+
 void faults_install() {
-  if (__asan_init || depth++) return;  // AddressSanitizer reports with a stack trace of its own
+  if (__asan_init) {
+    if (__asan_set_error_report_callback) __asan_set_error_report_callback(on_sanitizer_report);
+    return;
+  }
+  if (depth++) return;
   stack_t stack{};
   stack.ss_sp = handler_stack;
   stack.ss_size = sizeof handler_stack;

@@ -130,6 +130,10 @@ SharedSlot* SharedPool::take() {
   slot->dyn = slot->dyn_end;
   mprotect(slot->statics, STATIC_BYTES, PROT_READ | PROT_WRITE);
   mprotect(slot->statics_end + page_, DYN_BYTES, PROT_READ | PROT_WRITE);
+  if (__asan_poison_memory_region) {  // unpoisoned as far as a block uses it
+    __asan_poison_memory_region(slot->statics, STATIC_BYTES);
+    __asan_poison_memory_region(slot->dyn_end - DYN_BYTES, DYN_BYTES);
+  }
   all_.push_back(std::move(slot));
   return all_.back().get();
 }

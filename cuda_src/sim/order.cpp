@@ -77,6 +77,10 @@ bool sleep_if_polling(Thread& t, const void* p, size_t bytes, Place place) {
 
 }  // namespace
 
+void require_memory(const void* p, size_t bytes, Place place) {
+  if (bytes) checked_owner(p, bytes, false, place);
+}
+
 void load(void* dst, const void* src, size_t bytes, Order order, Place place) {
   Thread* t = running_thread();
   t->place = place;

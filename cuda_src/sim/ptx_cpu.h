@@ -14,6 +14,16 @@ inline uint4 ld_global_v4(const void* p, SIMT_PLACE) {
   simt::require_aligned(p, 16, place);
   return *static_cast<const uint4*>(p);
 }
+inline float4 ld_global_f4(const void* p, SIMT_PLACE) {
+  simt::require_aligned(p, 16, place);
+  return *static_cast<const float4*>(p);
+}
+// A hint has no effect here, but what it names must exist.
+inline void prefetch_l2(const void* p, uint32_t bytes, SIMT_PLACE) {
+  simt::require_aligned(p, 16, place);
+  if (bytes % 16) simt::fail(place, "prefetch_l2 of %u bytes: the size is a multiple of 16", bytes);
+  simt::require_memory(p, bytes, place);
+}
 
 namespace simt {
 template <class T>
@@ -37,8 +47,6 @@ inline uint32_t atom_inc_acq_rel_gpu(uint32_t* p, uint32_t wrap, SIMT_PLACE) {
   return uint32_t(simt::atomic(p, 4, modify, wrap, 0, simt::Order::ACQ_REL, place));
 }
 
-inline float4 ld_global_f4(const void* p) { return *static_cast<const float4*>(p); }
-inline void prefetch_l2(const void*, uint32_t) {}
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------------
 inline void griddep_wait(SIMT_PLACE) { simt::griddep_wait(place); }
 inline void griddep_launch() { simt::griddep_launch(); }

@@ -87,11 +87,7 @@ void World::start_block(Rank& r, Launch& l) {
   b->statics_next = b->shared->statics;
   b->shared->dyn = b->shared->dyn_end - (l.smem + 15) / 16 * 16;
   b->dyn_shared = reinterpret_cast<unsigned char*>(b->shared->dyn);
-  if (__asan_unpoison_memory_region) {
-    __asan_poison_memory_region(b->shared->statics, SharedPool::STATIC_BYTES);
-    __asan_poison_memory_region(b->shared->dyn_end - SharedPool::DYN_BYTES, SharedPool::DYN_BYTES);
-    __asan_unpoison_memory_region(b->shared->dyn, l.smem);
-  }
+  if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(b->shared->dyn, l.smem);
   memset(b->shared->dyn, 0xff, l.smem);
   b->threads.assign(n, Thread());
   b->warps.resize((n + WARP - 1) / WARP);
@@ -124,6 +120,10 @@ void World::finish_block(Block* b) {
   Rank& r = ranks[size_t(l.rank)];
   block_triggered(b);
   if (race) race->block_finished(*b);
+  if (__asan_poison_memory_region) {
+    __asan_poison_memory_region(b->shared->statics, size_t(b->statics_next - b->shared->statics));
+    __asan_poison_memory_region(b->shared->dyn, size_t(b->shared->dyn_end - b->shared->dyn));
+  }
   shared.put(b->shared);
   b->vars.clear();
   for (size_t i = 0; i < running.size(); i++)

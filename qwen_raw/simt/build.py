@@ -141,8 +141,9 @@ class Builder:
             stub, unit = Path(folder) / f"{path.stem}.cpp", Path(folder) / f"{path.stem}.o"
             stub.write_text(_stub(path.resolve(), self.entry_points(path)))
             # Reports and debug information name files relative to the sources.
-            roots = (f"{self.source_root.resolve()}/", f"{path.resolve().parent}/", folder)
-            flags = [*self.compiler.kernel_flags(self.variant), *(f"-ffile-prefix-map={root}=" for root in roots)]
+            roots = (f"{self.source_root.resolve()}/", f"{path.resolve().parent}/")
+            flags = [*self.compiler.kernel_flags(self.variant), f"-ffile-prefix-map={folder}=."]
+            flags += [f"-ffile-prefix-map={root}=" for root in roots]
             self.compiler.run(
                 [*flags, *self._defines(), *self._includes(cuda=True), "-c", str(stub), "-o", str(unit)],
                 f"{path.name} for the simulator",

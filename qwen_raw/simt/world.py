@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 
 from qwen_raw import paths
 from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.simt import run
 from qwen_raw.simt.build import Builder
 from qwen_raw.simt.kernel import Module, Prepared, SimKernel
 from qwen_raw.simt.native import Options, Runtime, SimError, Stats
@@ -200,6 +200,6 @@ def _variant(race: bool, sanitize: str | None) -> Variant:
         raise UsageError(f'sanitize is "address" or None, not {sanitize!r}')
     if race:
         raise UsageError("race and sanitize exclude each other: each instruments every access")
-    if not hasattr(ctypes.CDLL(None), "__asan_init"):
+    if not run.active():
         raise UsageError('sanitize="address" needs AddressSanitizer in the process: python -m qwen_raw.simt.run …')
     return "address"

@@ -1,4 +1,7 @@
-"""Simulated devices for tests: skipped, with the reason, where there is no C++ compiler."""
+"""Simulated devices for tests: skipped, with the reason, where there is no C++ compiler.
+
+Under `python -m qwen_raw.simt.run -m pytest tests/simt` all kernels are compiled with AddressSanitizer instead.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from device_fixtures import rng
 
 from qwen_raw.errors import UsageError
-from qwen_raw.simt import toolchain
+from qwen_raw.simt import run, toolchain
 from qwen_raw.simt.device import SimDevice
 from qwen_raw.simt.world import SimWorld
 
+__all__ = ["rng"]
+
 KERNELS = Path(__file__).parent / "kernels"
+# How the project's own kernels are run, beyond the plain way in which tests/kernels runs them.
+MODES = ["address"] if run.active() else ["random", "race"]
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +39,10 @@ def new_world(compiler: toolchain.Compiler) -> Iterator[Callable[..., SimWorld]]
     made: list[SimWorld] = []
 
     def make(ranks: int = 1, **options: Any) -> SimWorld:
+        if run.active():
+            if options.get("race"):
+                pytest.skip("the race checker and AddressSanitizer exclude each other")
+            options["sanitize"] = "address"
         made.append(SimWorld(ranks, kernel_folders=(KERNELS,), **options))
         return made[-1]
 
@@ -42,3 +55,21 @@ def new_world(compiler: toolchain.Compiler) -> Iterator[Callable[..., SimWorld]]
 def new_device(new_world: Callable[..., SimWorld]) -> Callable[..., SimDevice]:
     """Makes devices in worlds of their own."""
     return lambda **options: SimDevice(world=new_world(1, **options))
+
+
+@pytest.fixture(params=MODES)
+def dev(request: pytest.FixtureRequest, compiler: toolchain.Compiler) -> Iterator[SimDevice]:
+    """In place of the fixture of that name: tests/kernels' tests, under random schedules and with every check.
+
+    "random": any order of blocks and threads, by a fresh seed. "race": instrumented, in order or random.
+    """
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"schedule seed {seed}")
+    options: dict[str, dict[str, Any]] = {
+        "random": {"seed": seed},
+        "race": {"race": True, "seed": seed if seed % 4 == 0 else None},
+        "address": {"sanitize": "address", "seed": seed if seed % 2 else None},
+    }
+    device = SimDevice(**options[request.param])
+    yield device
+    device.close()

@@ -12,9 +12,11 @@ import pytest
 
 from qwen_raw.device import F32, I32, U32
 from qwen_raw.errors import QwenRawError
+from qwen_raw.simt import run
 from qwen_raw.simt.device import SimDevice
 from qwen_raw.simt.native import SimError
 
+pytestmark = pytest.mark.skipif(run.active(), reason="AddressSanitizer ends the process with reports of its own")
 SOURCE = (Path(__file__).parent / "kernels" / "bugs.cu").read_text().splitlines()
 NewDevice = Callable[..., SimDevice]
 MODES: dict[str, dict[str, Any]] = {"plain": {}, "random": {"seed": 3}, "race": {"race": True}}
@@ -26,7 +28,7 @@ def line(text: str) -> str:
     return f"bugs.cu:{number}"
 
 
-def run(device: SimDevice, name: str, args: list[Any], threads: int = 32, blocks: int = 1, smem: int = 0) -> str:
+def report_of(device: SimDevice, name: str, args: list[Any], threads: int = 32, blocks: int = 1, smem: int = 0) -> str:
     """The report of one launch that must fail."""
     with pytest.raises(SimError) as caught:
         device.launch(device.kernel("bugs", name), (blocks, 1, 1), (threads, 1, 1), args, smem=smem)
@@ -47,61 +49,61 @@ def race(new_device: NewDevice) -> SimDevice:
 class TestBounds:
     def test_one_past_the_end_is_noticed_after_the_launch(self, new_device: NewDevice) -> None:
         device = new_device()
-        report = run(device, "writes_past_the_end", [device.zeros((63,), F32), np.int32(63)], 64)
+        report = report_of(device, "writes_past_the_end", [device.zeros((63,), F32), np.int32(63)], 64)
         assert "out of bounds: kernel writes_past_the_end wrote argument x + 252 (252 bytes)" in report
 
     def test_one_past_the_end_names_the_thread_under_race(self, race: SimDevice) -> None:
-        report = run(race, "writes_past_the_end", [race.zeros((63,), F32), np.int32(63)], 32, 2)
+        report = report_of(race, "writes_past_the_end", [race.zeros((63,), F32), np.int32(63)], 32, 2)
         assert "out of bounds: write of 4 bytes at argument x + 252 (252 bytes)" in report
         assert "block (1,0,0), thread (31,0,0)" in report
         assert line("if (i <= n)") in report
 
     def test_page_past_the_end(self, device: SimDevice) -> None:
         x = device.zeros((64,), F32)
-        report = run(device, "far_out_of_bounds", [device.empty((32,), F32), x, np.int32(100)])
+        report = report_of(device, "far_out_of_bounds", [device.empty((32,), F32), x, np.int32(100)])
         assert re.search(r"out of bounds: read of .*argument x \+ \d+ \(256 bytes\)", report)
         assert re.search(r"kernel far_out_of_bounds, block \(0,0,0\), thread \(\d+,0,0\)", report)
         assert line("x[threadIdx.x + n]") in report
 
     def test_before_the_start(self, race: SimDevice) -> None:
-        report = run(race, "reads_before_the_start", [race.empty((32,), F32), race.zeros((32,), F32)])
+        report = report_of(race, "reads_before_the_start", [race.empty((32,), F32), race.zeros((32,), F32)])
         assert "read of 4 bytes at argument x - 4 (128 bytes)" in report
         assert "thread (0,0,0)" in report
 
     def test_a_view_is_its_own_bound(self, race: SimDevice) -> None:
         whole = race.zeros((128,), F32)
-        report = run(race, "writes_past_the_end", [whole.view((63,), 32), np.int32(63)], 64)
+        report = report_of(race, "writes_past_the_end", [whole.view((63,), 32), np.int32(63)], 64)
         assert "write of 4 bytes at argument x + 252 (252 bytes)" in report
 
     def test_the_neighbour_does_not_hide_an_overrun(self, device: SimDevice) -> None:
         x, y = device.zeros((64,), F32), device.zeros((64,), F32)
         beyond = np.int64((y.ptr - x.ptr) // 4 - 1)
-        assert "out of bounds" in run(device, "touches_another_argument", [x, y, beyond])
+        assert "out of bounds" in report_of(device, "touches_another_argument", [x, y, beyond])
 
     def test_use_after_free(self, device: SimDevice) -> None:
         x, freed = device.zeros((32,), F32), device.zeros((32,), F32)
         holder = device.array(np.array([freed.ptr], np.uint64))
         del freed
-        assert ", freed)" in run(device, "null_pointer", [x, holder.view((1,), 0)]).replace(
+        assert ", freed)" in report_of(device, "null_pointer", [x, holder.view((1,), 0)]).replace(
             "bytes, freed", "bytes, freed)"
         )
 
     def test_null_pointer(self, device: SimDevice) -> None:
-        report = run(device, "null_pointer", [device.zeros((32,), F32), device.zeros((1,), np.dtype(np.uint64))])
+        report = report_of(device, "null_pointer", [device.zeros((32,), F32), device.zeros((1,), np.dtype(np.uint64))])
         assert "outside all device memory" in report or "null pointer used as 'float'" in report
 
     def test_static_shared(self, race: SimDevice) -> None:
-        report = run(race, "past_static_shared", [race.zeros((32,), F32)])
+        report = report_of(race, "past_static_shared", [race.zeros((32,), F32)])
         assert "write of 4 bytes at shared s + 128 (128 bytes)" in report and "thread (31,0,0)" in report
 
     def test_dynamic_shared(self, device: SimDevice) -> None:
-        report = run(device, "past_dynamic_shared", [device.zeros((32,), F32)], smem=128)
+        report = report_of(device, "past_dynamic_shared", [device.zeros((32,), F32)], smem=128)
         assert "dynamic shared memory + 128 (128 bytes)" in report and "thread (31,0,0)" in report
 
 
 class TestMemory:
     def test_unwritten_shared_memory(self, race: SimDevice) -> None:
-        report = run(race, "reads_unwritten_shared", [race.zeros((32,), F32)])
+        report = report_of(race, "reads_unwritten_shared", [race.zeros((32,), F32)])
         assert "uninitialised shared memory: read of shared s + 0 (128 bytes)" in report
         assert "thread (0,0,0)" in report and "bugs.cu:" in report
 
@@ -112,15 +114,15 @@ class TestMemory:
         assert np.isnan(x.download()).tolist() == [True] + [False] * 31
 
     def test_misaligned_pack(self, device: SimDevice) -> None:
-        assert "misaligned 16-byte" in run(device, "misaligned_pack", [device.zeros((32,), U32)])
+        assert "misaligned 16-byte" in report_of(device, "misaligned_pack", [device.zeros((32,), U32)])
 
     def test_misaligned_dereference(self, race: SimDevice) -> None:
-        report = run(race, "misaligned_dereference", [race.zeros((32,), U32)])
+        report = report_of(race, "misaligned_dereference", [race.zeros((32,), U32)])
         assert "misaligned 16-byte access as 'const struct uint4': argument x + 4" in report
         assert line("*reinterpret_cast<const uint4*>(x + 1)") in report
 
     def test_too_much_static_shared_memory(self, device: SimDevice) -> None:
-        report = run(device, "too_much_static_shared", [device.zeros((32,), F32)])
+        report = report_of(device, "too_much_static_shared", [device.zeros((32,), F32)])
         assert "static shared memory: b brings the block to 72000 bytes, the limit is 49152" in report
 
 
@@ -139,14 +141,14 @@ class TestDivergence:
         ],
     )
     def test_divergence(self, device: SimDevice, name: str, threads: int, expected: str) -> None:
-        report = run(device, name, [device.zeros((64,), F32)], threads)
+        report = report_of(device, name, [device.zeros((64,), F32)], threads)
         assert re.search(expected, report), report
         assert f"kernel {name}, block (0,0,0), thread (" in report
 
 
 class TestDeadlock:
     def test_a_poll_that_nobody_answers(self, device: SimDevice) -> None:
-        report = run(device, "polls_for_ever", [device.zeros((1,), U32)])
+        report = report_of(device, "polls_for_ever", [device.zeros((1,), U32)])
         assert "deadlock: no thread can go on" in report
         assert re.search(
             r"polls_for_ever, block \(0,0,0\): poll argument flag \+ 0 \(4 bytes\), bugs.cu:\d+ \[1 thread", report
@@ -154,19 +156,21 @@ class TestDeadlock:
         assert re.search(r"wait at __syncthreads, bugs.cu:\d+ \[31 threads, \(1,0,0\)…\(31,0,0\)\]", report)
 
     def test_a_poll_over_several_addresses(self, device: SimDevice) -> None:
-        assert "deadlock: no thread can go on" in run(device, "polls_two_flags_for_ever", [device.zeros((64,), U32)])
+        assert "deadlock: no thread can go on" in report_of(
+            device, "polls_two_flags_for_ever", [device.zeros((64,), U32)]
+        )
 
     def test_more_blocks_than_the_device_holds(self, device: SimDevice) -> None:
         kernel = device.kernel("bugs", "grid_barrier")
         fits = 2 * device.sm_count
         device.launch(kernel, (fits, 1, 1), (1024, 1, 1), [device.zeros((1,), U32)])
-        report = run(device, "grid_barrier", [device.zeros((1,), U32)], 1024, fits + 1)
+        report = report_of(device, "grid_barrier", [device.zeros((1,), U32)], 1024, fits + 1)
         assert f"1 block(s) have not started; {fits} are resident, the device holds {fits}" in report
 
 
 class TestFaults:
     def test_integer_division_by_zero(self, device: SimDevice) -> None:
-        report = run(device, "divides_by_zero", [device.zeros((32,), I32)])
+        report = report_of(device, "divides_by_zero", [device.zeros((32,), I32)])
         assert "integer division by zero" in report and "kernel divides_by_zero" in report
 
     @pytest.mark.parametrize(
@@ -179,18 +183,18 @@ class TestFaults:
         ],
     )
     def test_undefined_behaviour(self, race: SimDevice, name: str, value: int, expected: str, code: str) -> None:
-        report = run(race, name, [race.array(np.full(32, value, np.int32))], 1)
+        report = report_of(race, name, [race.array(np.full(32, value, np.int32))], 1)
         assert expected in report and f"kernel {name}, block (0,0,0), thread (0,0,0), at {line(code)}" in report
 
     def test_stack_overflow(self, device: SimDevice) -> None:
-        assert "stack overflow" in run(device, "overflows_its_stack", [device.zeros((32,), F32)])
+        assert "stack overflow" in report_of(device, "overflows_its_stack", [device.zeros((32,), F32)])
 
     def test_assertion(self, device: SimDevice) -> None:
-        report = run(device, "asserts", [device.array(np.arange(32, dtype=np.int32))])
+        report = report_of(device, "asserts", [device.array(np.arange(32, dtype=np.int32))])
         assert "assertion failed: x[threadIdx.x] == 0" in report
 
     def test_trap(self, device: SimDevice) -> None:
-        assert "trap: the kernel ended the launch" in run(device, "traps", [device.array(np.ones(1, np.int32))])
+        assert "trap: the kernel ended the launch" in report_of(device, "traps", [device.array(np.ones(1, np.int32))])
 
     def test_dependent_launch_without_wait(self, device: SimDevice) -> None:
         x = device.zeros((32,), I32)
@@ -200,7 +204,7 @@ class TestFaults:
 
     def test_a_failed_device_says_so(self, device: SimDevice) -> None:
         x = device.array(np.ones(1, np.int32))
-        run(device, "traps", [x])
+        report_of(device, "traps", [x])
         with pytest.raises(QwenRawError, match="failed earlier: trap"):
             x.download()
 

@@ -158,3 +158,12 @@ KERNEL(32) void too_much_static_shared(float* x) {
 KERNEL(32) void never_waits_for_its_predecessor(int32_t* x) { x[threadIdx.x]++; }
 
 KERNEL(32) void nothing(int32_t*, int, float) {}
+
+// The index is only known at run time and goes through a pointer, so that nothing but AddressSanitizer sees it.
+KERNEL(32) void local_array_overrun(int32_t* x) {
+  int local[8];
+  for (int i = 0; i < 8; i++) local[i] = i;
+  int* p = local;
+  asm volatile("" : "+r"(p));
+  x[0] = p[x[0]];
+}
