@@ -83,7 +83,10 @@ Thread* World::take_ready() {
 Thread* World::pick() {
   steps++;
   while (!failed) {
-    if (options.random) links.tick(*this);
+    if (options.random) {
+      links.tick(*this);
+      if (may_start) start_more(false);
+    }
     if (Thread* t = take_ready()) return t;
     if (start_more(false)) continue;
     if (resume_yielded()) continue;

@@ -18,6 +18,7 @@ void World::enqueue(std::unique_ptr<Launch> launch) {
       for (uint32_t i = n; i > 1; i--) std::swap(launch->order[i - 1], launch->order[random.below(i)]);
   }
   if (race) race->launch_queued(*launch);
+  may_start = true;
   r.queue.push_back(std::move(launch));
 }
 
@@ -50,6 +51,7 @@ bool World::start_next_launch(Rank& r) {
 // all resident ones wait) one block more, as long as the device would hold it.
 bool World::start_more(bool beyond_width) {
   bool any = false;
+  may_start = false;
   for (Rank& r : ranks) {
     while (start_next_launch(r)) any = true;
     for (size_t i = 0; i < r.active.size(); i++) {
@@ -134,6 +136,7 @@ void World::finish_block(Block* b) {
       break;
     }
   l.resident--;
+  may_start = true;
   if (++l.finished == l.blocks()) launch_complete(r, l);
 }
 
@@ -141,6 +144,7 @@ void World::block_triggered(Block* b) {
   if (b->triggered) return;
   b->triggered = true;
   b->launch->triggers++;
+  may_start = true;
 }
 
 void World::launch_complete(Rank& r, Launch& l) {

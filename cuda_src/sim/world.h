@@ -199,6 +199,7 @@ struct World {
   std::vector<std::unique_ptr<Block>> spare;
   std::string error;
   bool failed = false;
+  bool may_start = false;  // a block or launch may have become startable
   uint64_t steps = 0, switches = 0, progress = 0, wake_mark = ~0ull;
   uint64_t yield_mark = ~0ull;
   int wake_rounds = 0;
