@@ -94,7 +94,7 @@ class SimDevice:
             raise QwenRawError(f"rank {rank} of a simulated world of {self.world.ranks}")
         self.rank = rank
         self.name = f"SIMT simulator, rank {rank} of {self.world.ranks}" if self.world.ranks > 1 else "SIMT simulator"
-        self.driver = f"SIMT simulator, {self.world.compiler}"
+        self.driver = f"SIMT simulator, {self.world.library.compiler}"
         self.sm_count = sm_count
         self.smem_per_block = SMEM_PER_BLOCK
         self.host_syncs = 0
@@ -127,7 +127,7 @@ class SimDevice:
 
         Raises QwenRawError for a compile error (with file and line) or a name that the file does not have.
         """
-        return self.world.kernel(stem, name)
+        return self.world.library.kernel(stem, name)
 
     def launch(
         self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from qwen_raw import paths
-from qwen_raw.errors import QwenRawError, UsageError
-from qwen_raw.simt import run
-from qwen_raw.simt.build import Builder
-from qwen_raw.simt.kernel import Module, Prepared, SimKernel
-from qwen_raw.simt.native import Options, Runtime, SimError, Stats
-from qwen_raw.simt.toolchain import Variant
+from qwen_raw.errors import QwenRawError
+from qwen_raw.simt.kernel import Prepared
+from qwen_raw.simt.library import Library, variant_of
+from qwen_raw.simt.native import Options, SimError, Stats
 
 IDLE, WAITS, FAILED = 0, 1, 2
 
@@ -29,7 +25,7 @@ class SimWorld:
     `race`: kernels are instrumented; every access is checked for races, bounds, alignment and, in shared memory, for
     having been written. `sanitize`: "address" compiles kernels with AddressSanitizer and UndefinedBehaviorSanitizer,
     which works only in a process started by `python -m qwen_raw.simt.run`.
-    `memory`: bytes a rank.
+    `memory`: bytes a rank. `library`: compiled code to share with other worlds; it must be of the same variant.
     """
 
     def __init__(
@@ -42,23 +38,16 @@ class SimWorld:
         race: bool = False,
         sanitize: Literal["address"] | None = None,
         memory: int = 4 << 30,
-        source_root: Path | None = None,
-        kernel_folders: tuple[Path, ...] = (),
-        defines: tuple[str, ...] = (),
-        cache_dir: Path | None = None,
+        library: Library | None = None,
     ) -> None:
-        variant = _variant(race, sanitize)
+        variant = variant_of(race, sanitize)
+        self.library = Library(variant) if library is None else library
+        if self.library.variant != variant:
+            raise QwenRawError(f"the world wants kernels of variant {variant}, the library has {self.library.variant}")
         self.ranks = ranks
         self.seed = seed
         self.memory = memory
-        self._builder = Builder(
-            variant,
-            source_root=source_root or paths.cuda_src(),
-            cache_dir=cache_dir,
-            kernel_folders=kernel_folders,
-            defines=defines,
-        )
-        self.runtime = Runtime(self._builder.runtime())
+        self.runtime = self.library.runtime
         options = Options(
             seed=seed or 0,
             rank_bytes=memory,
@@ -68,7 +57,6 @@ class SimWorld:
             adversary=adversary,
             race=race,
         )
-        self._modules: dict[str, Module] = {}
         self._keep: list[Prepared] = []
         self._held = False
         self._failure = ""
@@ -87,26 +75,9 @@ class SimWorld:
         return self._handle
 
     @property
-    def compiler(self) -> str:
-        """The C++ compiler's name and version."""
-        return self._builder.compiler.version
-
-    @property
     def closed(self) -> bool:
         """Whether close() has been called."""
         return self._handle is None
-
-    def kernel(self, stem: str, name: str) -> SimKernel:
-        """The entry point `name` of `stem`.cu, compiled or taken from the cache.
-
-        Raises QwenRawError for a compile error, or a name that the file does not have.
-        """
-        if stem not in self._modules:
-            self._modules[stem] = Module(self._builder.kernel(stem))
-        kernels = self._modules[stem].kernels
-        if name not in kernels:
-            raise QwenRawError(f"cuda_src/{stem}.cu has no kernel {name}: it has {', '.join(sorted(kernels))}")
-        return kernels[name]
 
     def launch(self, prepared: Prepared) -> None:
         """Queues a launch, and runs what can run."""
@@ -187,19 +158,5 @@ class SimWorld:
         self.close()
 
     def _fail(self, message: str) -> None:
-        for folder in (self._builder.source_root, *self._builder.kernel_folders):
-            message = message.replace(f"{folder.resolve()}/", "")
-        self._failure = message
-        raise SimError(message)
-
-
-def _variant(race: bool, sanitize: str | None) -> Variant:
-    if sanitize is None:
-        return "race" if race else "plain"
-    if sanitize != "address":
-        raise UsageError(f'sanitize is "address" or None, not {sanitize!r}')
-    if race:
-        raise UsageError("race and sanitize exclude each other: each instruments every access")
-    if not run.active():
-        raise UsageError('sanitize="address" needs AddressSanitizer in the process: python -m qwen_raw.simt.run …')
-    return "address"
+        self._failure = self.library.relative(message)
+        raise SimError(self._failure)

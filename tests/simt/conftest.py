@@ -5,6 +5,7 @@ Under `python -m qwen_raw.simt.run -m pytest tests/simt` all kernels are compile
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from device_fixtures import rng
 from qwen_raw.errors import UsageError
 from qwen_raw.simt import run, toolchain
 from qwen_raw.simt.device import SimDevice
+from qwen_raw.simt.library import Library, variant_of
 from qwen_raw.simt.world import SimWorld
 
 __all__ = ["rng"]
@@ -33,8 +35,14 @@ def compiler() -> toolchain.Compiler:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="session")
+def library(compiler: toolchain.Compiler) -> Callable[[toolchain.Variant], Library]:
+    """The compiled kernels of a variant, those of tests/simt/kernels among them."""
+    return functools.cache(lambda variant: Library(variant, kernel_folders=(KERNELS,)))
+
+
 @pytest.fixture
-def new_world(compiler: toolchain.Compiler) -> Iterator[Callable[..., SimWorld]]:
+def new_world(library: Callable[[toolchain.Variant], Library]) -> Iterator[Callable[..., SimWorld]]:
     """Makes worlds that know the kernels of tests/simt/kernels too; they are closed after the test."""
     made: list[SimWorld] = []
 
@@ -43,7 +51,8 @@ def new_world(compiler: toolchain.Compiler) -> Iterator[Callable[..., SimWorld]]
             if options.get("race"):
                 pytest.skip("the race checker and AddressSanitizer exclude each other")
             options["sanitize"] = "address"
-        made.append(SimWorld(ranks, kernel_folders=(KERNELS,), **options))
+        variant = variant_of(options.get("race", False), options.get("sanitize"))
+        made.append(SimWorld(ranks, library=library(variant), **options))
         return made[-1]
 
     yield make
@@ -58,7 +67,7 @@ def new_device(new_world: Callable[..., SimWorld]) -> Callable[..., SimDevice]:
 
 
 @pytest.fixture(params=MODES)
-def dev(request: pytest.FixtureRequest, compiler: toolchain.Compiler) -> Iterator[SimDevice]:
+def dev(request: pytest.FixtureRequest, new_device: Callable[..., SimDevice]) -> SimDevice:
     """In place of the fixture of that name: tests/kernels' tests, under random schedules and with every check.
 
     "random": any order of blocks and threads, by a fresh seed. "race": instrumented, in order or random.
@@ -70,6 +79,4 @@ def dev(request: pytest.FixtureRequest, compiler: toolchain.Compiler) -> Iterato
         "race": {"race": True, "seed": seed if seed % 4 == 0 else None},
         "address": {"sanitize": "address", "seed": seed if seed % 2 else None},
     }
-    device = SimDevice(**options[request.param])
-    yield device
-    device.close()
+    return new_device(**options[request.param])

@@ -21,9 +21,11 @@ import sys
 from pathlib import Path
 import numpy as np
 from qwen_raw.simt.device import SimDevice
+from qwen_raw.simt.library import Library
 from qwen_raw.simt.world import SimWorld
 
-device = SimDevice(world=SimWorld(kernel_folders=(Path(sys.argv[1]),), sanitize="address"))
+library = Library("address", kernel_folders=(Path(sys.argv[1]),))
+device = SimDevice(world=SimWorld(sanitize="address", library=library))
 kernel = device.kernel("bugs", sys.argv[2])
 args = [device.array(np.full(32, int(sys.argv[3]), np.dtype(sys.argv[4])))]
 args += [np.int32(32)] * (len(kernel.params) - 1)
