@@ -1,6 +1,6 @@
 """Decode's matrix-vector products alone: µs, GB/s and share of the read ceiling, over every shape of the given models.
 
-    python -m bench.gemv [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--blocks-per-sm N …] [--ahead KIB …]
+    python -m bench.gemv [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--blocks-per-sm N …]
 
 Each product runs in a graph over enough copies of its weights to leave the L2 behind (512 MiB at least), with
 programmatic dependent launch, as in decode. GB/s counts the weights alone.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,31 +106,28 @@ def graph_us(dev: CudaDevice, launch: Callable[[int], None]) -> float:
     return timing.median * 1e3 / LAUNCHES
 
 
-def measure(
-    dev: CudaDevice, size: str, tp: int, dtype: str, settings: list[tuple[int, int]], ceiling: float
-) -> list[dict[str, Any]]:
-    """One row a product and setting: (blocks per SM, KiB of prefetch distance); 0 and -1: the launcher's own choice."""
+def measure(dev: CudaDevice, size: str, tp: int, dtype: str, blocks: list[int], ceiling: float) -> list[dict[str, Any]]:
+    """One row a product and blocks-per-SM setting (0: the launcher's own choice)."""
     rows = []
     for op in ("qkv", "o", "gate_up", "down", "head"):
         if op == "head" and dtype == "fp8":
             continue
         case = Case(dev, SIZES[size], op, dtype == "fp8", tp)
-        for n, kib in settings:
+        for n in blocks:
             grid = n * dev.sm_count or None
-            gemv = case.gemv if kib < 0 else replace(case.gemv, ahead_bytes=kib << 10)
             try:
-                us = graph_us(dev, lambda i, e=gemv, g=grid, c=case: c.launch(i, e, g))  # type: ignore[misc]
+                us = graph_us(dev, lambda i, g=grid, c=case: c.launch(i, c.gemv, g))  # type: ignore[misc]
             except QwenRawError as error:  # a setting that the kernel refuses is a row too
                 print(f"{size:5} tp{tp} {dtype} {op:8} blocks/SM {n}: {error}")
                 continue
             rate = case.nbytes / (us * 1e-6)
             C, threads = case.gemv.variant({"o": "add", "down": "add"}.get(op, op), case.K)
             row = {"model": size, "tp": tp, "dtype": dtype, "op": op, "N": case.N, "K": case.K, "blocks_per_sm": n}
-            row |= {"ahead": gemv.ahead_bytes, "C": C, "threads": threads, "us": us, "gb_s": rate / 1e9}
+            row |= {"C": C, "threads": threads, "us": us, "gb_s": rate / 1e9}
             rows.append(row | {"of_read": rate / ceiling})
             print(
                 f"{size:5} tp{tp} {dtype} {op:8} {f'{case.N}×{case.K}':14} blocks/SM {n} "
-                f"ahead {gemv.ahead_bytes >> 10:3}K c{C} {threads:4} thr "
+                f"c{C} {threads:4} thr "
                 f"{us:8.2f} µs {rate / 1e9:7.0f} GB/s {rate / ceiling:6.3f}",
                 flush=True,
             )
@@ -144,9 +140,6 @@ def main() -> int:
     parser.add_argument("--tp", nargs="+", type=int, default=[1])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--blocks-per-sm", nargs="+", type=int, default=[0], help="0: the launcher's own choice")
-    parser.add_argument(
-        "--ahead", nargs="+", type=int, default=[-1], metavar="KIB", help="-1: the launcher's own choice"
-    )
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)
     a = parser.parse_args()
@@ -154,11 +147,10 @@ def main() -> int:
     ceiling = read_ceiling(dev)
     print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")
     rows = []
-    settings = [(n, kib) for n in a.blocks_per_sm for kib in a.ahead]
     for size in a.model:
         for tp in a.tp:
             for dtype in a.dtype:
-                rows += measure(dev, size, tp, dtype, settings, ceiling)
+                rows += measure(dev, size, tp, dtype, a.blocks_per_sm, ceiling)
     save("gemv", environment(dev, a.commit), rows, a.output)
     dev.close()
     return 0

@@ -3,17 +3,18 @@
 //   out[h] = Σ_k softmax_k(q[h]·K[h/G, k] / √HD)·V[h/G, k],   k = 0 … pos,   G = H/KV
 //
 // A block takes up to 16 query heads that share a KV head (a group larger than 16 takes several blocks) and one split of the keys; its
-// warps take every fourth step of 16 keys. K and V are read once for the whole group. The number of splits in use follows the length in
+// warps take every eighth step of 16 keys. K and V are read once for the whole group. The number of splits in use follows the length in
 // device memory, so that one captured graph serves every length: blocks past it leave at once. Each block leaves its partial output in
 // `part`; the last one to arrive merges them (the counter wraps to zero by itself).
 //
-// grid: (splits, KV·ceil(G/16)); block: 128. bytes moved: 2·KV·(pos + 1)·HD·2.
+// grid: (splits, KV·ceil(G/16)); block: 256; dynamic shared memory: 8·16·(HD + 2)·4. bytes moved: 2·KV·(pos + 1)·HD·2.
 // PRECOND  HD 64 or 128 (by kernel name); H % KV == 0; q, caches 16-byte aligned; counters zero before the first launch.
-// PRECOND  part holds gridDim.y·gridDim.x·PART_ROW·16 floats with PART_ROW = HD + 2. minimum arch: sm_80
+// PRECOND  part holds gridDim.y·gridDim.x·16·(HD + 4) floats, 16-byte aligned. minimum arch: sm_80
 #include "include/attn.cuh"
 
-constexpr int WARPS = 4;
+constexpr int WARPS = 8;
 constexpr int MIN_SPLIT = WARPS * ATTN_KEYS;  // a shorter split would leave warps idle
+constexpr int GATHER = 8;                     // partials in flight a thread while splits are merged
 
 // The warps' states side by side in shared memory, rows as [HD] with their maximum and sum.
 template <int HD>
@@ -40,14 +41,23 @@ DEVICE void publish(BlockPartial<HD>& sh, const AttnState<HD>& st) {
   }
 }
 
-// Partials relative to different maxima are summed as Σ_i 2^(m_i - max m)·partial_i: over the warps of a block, then over the splits.
-DEVICE float merge_weight(float m, float top) { return m == NEG_INF ? 0.f : ex2_approx(m - top); }
+// A sum of partials that are relative to different maxima: o = Σ 2^(m_i - m)·o_i, l likewise, m = max m_i. Four dimensions a thread.
+struct Merge {
+  float4 o;
+  float m, l;
+};
+DEVICE void merge(Merge& a, float4 o, float m, float l) {
+  const float top = fmaxf(a.m, m), base = top == NEG_INF ? 0.f : top, fa = ex2_approx(a.m - base), fb = ex2_approx(m - base);
+  a.o = make_float4(fmaf(fb, o.x, fa * a.o.x), fmaf(fb, o.y, fa * a.o.y), fmaf(fb, o.z, fa * a.o.z), fmaf(fb, o.w, fa * a.o.w));
+  a.l = fmaf(fb, l, fa * a.l);
+  a.m = top;
+}
 
 template <int HD>
-DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache,
-                        float* part, uint32_t* counters, const int32_t* pos_ptr, int H, int KV,
-                        int max_len, float scale_log2) {
-  SHARED(BlockPartial<HD>, sh);
+DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache, float* part, uint32_t* counters,
+                        const int32_t* pos_ptr, int H, int KV, int max_len, float scale_log2) {
+  DYN_SHARED(unsigned char, dynamic);
+  BlockPartial<HD>& sh = *reinterpret_cast<BlockPartial<HD>*>(dynamic);
   SHARED(uint32_t, arrived);
   griddep_launch();
   griddep_wait();
@@ -71,26 +81,21 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf1
   publish<HD>(sh, st);
   __syncthreads();
 
-  // The block's partial: {o[HD], m, l} a row.
-  constexpr int PART_ROW = HD + 2;
+  // The block's partial, {o[HD], m, l, unused} a row: a thread merges the warps for four dimensions of a row.
+  constexpr int PART_ROW = HD + 4, QUADS = HD / 4;
+  bf16* dst = out + (kv * G + first) * HD;
   float* mine = part + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * ATTN_ROWS * PART_ROW;
-  for (int i = threadIdx.x; i < rows * HD; i += blockDim.x) {
-    const int row = i / HD, d = i % HD;
-    float top = NEG_INF, o = 0.f, l = 0.f;
+  for (int i = threadIdx.x; i < rows * QUADS; i += blockDim.x) {
+    const int row = i / QUADS, d = i % QUADS * 4;
+    Merge a = {make_float4(0.f, 0.f, 0.f, 0.f), NEG_INF, 0.f};
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, sh.m[w][row]);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const float f = merge_weight(sh.m[w][row], top);
-      o = fmaf(f, sh.o[w][row][d], o);
-      l = fmaf(f, sh.l[w][row], l);
-    }
+    for (int w = 0; w < WARPS; w++) merge(a, *reinterpret_cast<const float4*>(&sh.o[w][row][d]), sh.m[w][row], sh.l[w][row]);
     if (splits == 1) {
-      out[(kv * G + first + row) * HD + d] = __float2bfloat16_rn(o / l);
+      *reinterpret_cast<uint2*>(dst + row * HD + d) = make_uint2(pack_bf16(a.o.x / a.l, a.o.y / a.l), pack_bf16(a.o.z / a.l, a.o.w / a.l));
       continue;
     }
-    mine[row * PART_ROW + d] = o;
-    if (d == 0) mine[row * PART_ROW + HD] = top, mine[row * PART_ROW + HD + 1] = l;
+    *reinterpret_cast<float4*>(mine + row * PART_ROW + d) = a.o;
+    if (d == 0) *reinterpret_cast<float2*>(mine + row * PART_ROW + HD) = make_float2(a.m, a.l);
   }
   if (splits == 1) return;
 
@@ -100,32 +105,36 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf1
   __syncthreads();
   if (int(arrived) != splits - 1) return;
   const float* all = part + int64_t(blockIdx.y) * gridDim.x * ATTN_ROWS * PART_ROW;
-  for (int i = threadIdx.x; i < rows * HD; i += blockDim.x) {
-    const int row = i / HD, d = i % HD;
-    const float* p = all + row * PART_ROW;
-    float top = NEG_INF, o = 0.f, l = 0.f;
-    for (int s = 0; s < splits; s++) top = fmaxf(top, p[s * ATTN_ROWS * PART_ROW + HD]);
-#pragma unroll 4
-    for (int s = 0; s < splits; s++) {
-      const float* ps = p + s * ATTN_ROWS * PART_ROW;
-      const float f = merge_weight(ps[HD], top);
-      o = fmaf(f, ps[d], o);
-      l = fmaf(f, ps[HD + 1], l);
+  for (int i = threadIdx.x; i < rows * QUADS; i += blockDim.x) {
+    const int row = i / QUADS, d = i % QUADS * 4;
+    Merge a = {make_float4(0.f, 0.f, 0.f, 0.f), NEG_INF, 0.f};
+    for (int s0 = 0; s0 < splits; s0 += GATHER) {
+      float4 o[GATHER];
+      float2 ml[GATHER];
+#pragma unroll
+      for (int s = 0; s < GATHER; s++) {
+        const float* p = all + (min(s0 + s, splits - 1) * ATTN_ROWS + row) * PART_ROW;
+        o[s] = *reinterpret_cast<const float4*>(p + d);
+        ml[s] = *reinterpret_cast<const float2*>(p + HD);
+      }
+#pragma unroll
+      for (int s = 0; s < GATHER; s++)
+        if (s0 + s < splits) merge(a, o[s], ml[s].x, ml[s].y);
     }
-    out[(kv * G + first + row) * HD + d] = __float2bfloat16_rn(o / l);
+    *reinterpret_cast<uint2*>(dst + row * HD + d) = make_uint2(pack_bf16(a.o.x / a.l, a.o.y / a.l), pack_bf16(a.o.z / a.l, a.o.w / a.l));
   }
 }
 
-#define ATTN_DECODE(HD)                                                                                                          \
-  KERNEL_OCC(WARPS * WARP, 2) void attn_decode_bf16_hd##HD(bf16* out,            /* [H, HD] */                                          \
-                                                    const bf16* q,        /* [H, HD] */                                          \
-                                                    const bf16* k_cache,  /* [KV, max_len, HD] */                                \
-                                                    const bf16* v_cache,  /* [KV, max_len, HD] */                                \
-                                                    float* part,          /* [grid.y, grid.x, 16, HD + 2] */                     \
-                                                    uint32_t* counters,   /* [grid.y] */                                         \
-                                                    const int32_t* pos,   /* [1] */                                              \
-                                                    int H, int KV, int max_len, float scale_log2) {                              \
-    attn_decode<HD>(out, q, k_cache, v_cache, part, counters, pos, H, KV, max_len, scale_log2);                                  \
+#define ATTN_DECODE(HD)                                                                                             \
+  KERNEL_OCC(WARPS * WARP, 1) void attn_decode_bf16_hd##HD(bf16* out,           /* [H, HD] */                       \
+                                                           const bf16* q,       /* [H, HD] */                       \
+                                                           const bf16* k_cache, /* [KV, max_len, HD] */             \
+                                                           const bf16* v_cache, /* [KV, max_len, HD] */             \
+                                                           float* part,         /* [grid.y, grid.x, 16, HD + 4] */  \
+                                                           uint32_t* counters,  /* [grid.y] */                      \
+                                                           const int32_t* pos,  /* [1] */                           \
+                                                           int H, int KV, int max_len, float scale_log2) {          \
+    attn_decode<HD>(out, q, k_cache, v_cache, part, counters, pos, H, KV, max_len, scale_log2);                     \
   }
 ATTN_DECODE(64)
 ATTN_DECODE(128)

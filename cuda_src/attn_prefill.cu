@@ -48,13 +48,13 @@ constexpr int OCC = 2;
 constexpr int OCC = 3;
 #endif
 
-#define ATTN_PREFILL(HD)                                                                                                \
-  KERNEL_OCC(WARPS * WARP, OCC) void attn_prefill_bf16_hd##HD(bf16* out,           /* [T, H, HD] */                              \
-                                                     const bf16* q,       /* [T, H, HD], rotated */                     \
-                                                     const bf16* k_cache, /* [KV, max_len, HD] */                       \
-                                                     const bf16* v_cache, /* [KV, max_len, HD] */                       \
-                                                     int T, int pos0, int H, int KV, int max_len, float scale_log2) {   \
-    attn_prefill<HD>(out, q, k_cache, v_cache, T, pos0, H, KV, max_len, scale_log2);                          \
+#define ATTN_PREFILL(HD)                                                                                               \
+  KERNEL_OCC(WARPS * WARP, OCC) void attn_prefill_bf16_hd##HD(bf16* out,           /* [T, H, HD] */                    \
+                                                     const bf16* q,       /* [T, H, HD], rotated */                    \
+                                                     const bf16* k_cache, /* [KV, max_len, HD] */                      \
+                                                     const bf16* v_cache, /* [KV, max_len, HD] */                      \
+                                                     int T, int pos0, int H, int KV, int max_len, float scale_log2) {  \
+    attn_prefill<HD>(out, q, k_cache, v_cache, T, pos0, H, KV, max_len, scale_log2);                                   \
   }
 ATTN_PREFILL(64)
 ATTN_PREFILL(128)

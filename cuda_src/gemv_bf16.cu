@@ -11,45 +11,45 @@
   KERNEL_OCC(THREADS, BLOCKS) void gemv_add_bf16_c##C(float* h,      /* [N] in place */  \
                                                       const bf16* x, /* [K] */           \
                                                       const bf16* w, /* [N, K] */        \
-                                                      int N, int K, int ahead) {         \
-    DYN_SHARED(float, part);                                                             \
-    gemv_add<WeightBf16, C, R>(h, x, w, nullptr, N, K, ahead, part);                     \
+                                                      int N, int K) {                    \
+    DYN_SHARED(float, shared);                                                           \
+    gemv_add<WeightBf16, C, R>(h, x, w, nullptr, N, K, shared);                          \
   }
 GEMV_ADD(1, 8, 512, 2)
 GEMV_ADD(2, 4, 512, 1)
 GEMV_ADD(4, 2, 640, 1)
 GEMV_ADD(8, 1, 512, 1)
 
-#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                        \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_bf16_c##C(bf16* act,          /* [I] */                                            \
-                                                         const float* h,     /* [K] residual stream */                            \
-                                                         const bf16* g,      /* [K] RMSNorm weight */                             \
-                                                         const bf16* w_gate, /* [I, K] */                                         \
-                                                         const bf16* w_up,   /* [I, K] */                                         \
-                                                         int I, int K, float eps, int ahead) {                                    \
-    DYN_SHARED(float, part);                                                                                                      \
-    gemv_swiglu<WeightBf16, C, R>(act, h, g, w_gate, nullptr, w_up, nullptr, I, K, eps, ahead, part);                             \
-  }                                                                                                                               \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_bf16_c##C(bf16* q,            /* [H, HD] */                                           \
-                                                      bf16* k_cache,      /* [KV, max_len, HD] of this layer */                   \
-                                                      bf16* v_cache,      /* [KV, max_len, HD] */                                 \
-                                                      const float* h,     /* [K] */                                               \
-                                                      const bf16* g,      /* [K] */                                               \
-                                                      const bf16* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */        \
-                                                      const float* bias,  /* [(H + 2·KV)·HD] */                                   \
-                                                      const float2* rope, /* [max_len, HD/2] {cos, sin} */                        \
-                                                      const int32_t* pos, /* [1] the token's position, < max_len */               \
-                                                      int H, int KV, int HD, int max_len, int K, float eps, int ahead) {          \
-    DYN_SHARED(float, part);                                                                                                      \
-    gemv_qkv<WeightBf16, C, R>(q, k_cache, v_cache, h, g, w, nullptr, bias, rope, pos, H, KV, HD, max_len, K, eps, ahead, part);  \
-  }                                                                                                                               \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_logits_bf16_c##C(float* logits,  /* [V] */                                                \
-                                                         const float* h, /* [K] */                                                \
-                                                         const bf16* g,  /* [K] */                                                \
-                                                         const bf16* w,  /* [V, K] */                                             \
-                                                         int V, int K, float eps, int ahead) {                                    \
-    DYN_SHARED(float, part);                                                                                                      \
-    gemv_logits<WeightBf16, C, R>(logits, h, g, w, V, K, eps, ahead, part);                                                       \
+#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                         \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_bf16_c##C(bf16* act,          /* [I] */                                             \
+                                                         const float* h,     /* [K] residual stream */                             \
+                                                         const bf16* g,      /* [K] RMSNorm weight */                              \
+                                                         const bf16* w_gate, /* [I, K] */                                          \
+                                                         const bf16* w_up,   /* [I, K] */                                          \
+                                                         int I, int K, float eps) {                                                \
+    DYN_SHARED(float, shared);                                                                                                     \
+    gemv_swiglu<WeightBf16, C, R>(act, h, g, w_gate, nullptr, w_up, nullptr, I, K, eps, shared);                                   \
+  }                                                                                                                                \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_bf16_c##C(bf16* q,            /* [H, HD] */                                            \
+                                                      bf16* k_cache,      /* [KV, max_len, HD] of this layer */                    \
+                                                      bf16* v_cache,      /* [KV, max_len, HD] */                                  \
+                                                      const float* h,     /* [K] */                                                \
+                                                      const bf16* g,      /* [K] */                                                \
+                                                      const bf16* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */         \
+                                                      const float* bias,  /* [(H + 2·KV)·HD] */                                    \
+                                                      const float2* rope, /* [max_len, HD/2] {cos, sin} */                         \
+                                                      const int32_t* pos, /* [1] the token's position, < max_len */                \
+                                                      int H, int KV, int log_half, int max_len, int K, float eps) {                \
+    DYN_SHARED(float, shared);                                                                                                     \
+    gemv_qkv<WeightBf16, C, R>(q, k_cache, v_cache, h, g, w, nullptr, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
+  }                                                                                                                                \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_logits_bf16_c##C(float* logits,  /* [V] */                                                 \
+                                                         const float* h, /* [K] */                                                 \
+                                                         const bf16* g,  /* [K] */                                                 \
+                                                         const bf16* w,  /* [V, K] */                                              \
+                                                         int V, int K, float eps) {                                                \
+    DYN_SHARED(float, shared);                                                                                                     \
+    gemv_logits<WeightBf16, C, R>(logits, h, g, w, V, K, eps, shared);                                                             \
   }
 GEMV_NORMED(1, 8, 512, 2)
 GEMV_NORMED(2, 4, 512, 1)

@@ -13,39 +13,43 @@
                                                      const bf16* x,      /* [K] */           \
                                                      const e4m3* w,      /* [N, K] */        \
                                                      const float* scale, /* [N] */           \
-                                                     int N, int K, int ahead) {              \
-    DYN_SHARED(float, part);                                                                 \
-    gemv_add<WeightE4m3, C, R>(h, x, w, scale, N, K, ahead, part);                           \
+                                                     int N, int K) {                         \
+    DYN_SHARED(float, shared);                                                               \
+    gemv_add<WeightE4m3, C, R>(h, x, w, scale, N, K, shared);                                \
   }
 GEMV_ADD(1, 8, 256, 2)
 GEMV_ADD(2, 4, 512, 1)
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
 GEMV_ADD(4, 2, 512, 1)
+#else
+GEMV_ADD(4, 1, 512, 1)  // the conversion in software takes the registers of the second row
+#endif
 
-#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                      \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_fp8_c##C(bf16* act,           /* [I] */                                          \
-                                                        const float* h,      /* [K] residual stream */                          \
-                                                        const bf16* g,       /* [K] RMSNorm weight */                           \
-                                                        const e4m3* w_gate,  /* [I, K] */                                       \
-                                                        const float* s_gate, /* [I] */                                          \
-                                                        const e4m3* w_up,    /* [I, K] */                                       \
-                                                        const float* s_up,   /* [I] */                                          \
-                                                        int I, int K, float eps, int ahead) {                                   \
-    DYN_SHARED(float, part);                                                                                                    \
-    gemv_swiglu<WeightE4m3, C, R>(act, h, g, w_gate, s_gate, w_up, s_up, I, K, eps, ahead, part);                               \
-  }                                                                                                                             \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_fp8_c##C(bf16* q,            /* [H, HD] */                                          \
-                                                     bf16* k_cache,      /* [KV, max_len, HD] of this layer */                  \
-                                                     bf16* v_cache,      /* [KV, max_len, HD] */                                \
-                                                     const float* h,     /* [K] */                                              \
-                                                     const bf16* g,      /* [K] */                                              \
-                                                     const e4m3* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */       \
-                                                     const float* scale, /* [(H + 2·KV)·HD] */                                  \
-                                                     const float* bias,  /* [(H + 2·KV)·HD] */                                  \
-                                                     const float2* rope, /* [max_len, HD/2] {cos, sin} */                       \
-                                                     const int32_t* pos, /* [1] the token's position, < max_len */              \
-                                                     int H, int KV, int HD, int max_len, int K, float eps, int ahead) {         \
-    DYN_SHARED(float, part);                                                                                                    \
-    gemv_qkv<WeightE4m3, C, R>(q, k_cache, v_cache, h, g, w, scale, bias, rope, pos, H, KV, HD, max_len, K, eps, ahead, part);  \
+#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                       \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_fp8_c##C(bf16* act,           /* [I] */                                           \
+                                                        const float* h,      /* [K] residual stream */                           \
+                                                        const bf16* g,       /* [K] RMSNorm weight */                            \
+                                                        const e4m3* w_gate,  /* [I, K] */                                        \
+                                                        const float* s_gate, /* [I] */                                           \
+                                                        const e4m3* w_up,    /* [I, K] */                                        \
+                                                        const float* s_up,   /* [I] */                                           \
+                                                        int I, int K, float eps) {                                               \
+    DYN_SHARED(float, shared);                                                                                                   \
+    gemv_swiglu<WeightE4m3, C, R>(act, h, g, w_gate, s_gate, w_up, s_up, I, K, eps, shared);                                     \
+  }                                                                                                                              \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_fp8_c##C(bf16* q,            /* [H, HD] */                                           \
+                                                     bf16* k_cache,      /* [KV, max_len, HD] of this layer */                   \
+                                                     bf16* v_cache,      /* [KV, max_len, HD] */                                 \
+                                                     const float* h,     /* [K] */                                               \
+                                                     const bf16* g,      /* [K] */                                               \
+                                                     const e4m3* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */        \
+                                                     const float* scale, /* [(H + 2·KV)·HD] */                                   \
+                                                     const float* bias,  /* [(H + 2·KV)·HD] */                                   \
+                                                     const float2* rope, /* [max_len, HD/2] {cos, sin} */                        \
+                                                     const int32_t* pos, /* [1] the token's position, < max_len */               \
+                                                     int H, int KV, int log_half, int max_len, int K, float eps) {               \
+    DYN_SHARED(float, shared);                                                                                                   \
+    gemv_qkv<WeightE4m3, C, R>(q, k_cache, v_cache, h, g, w, scale, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
   }
 GEMV_NORMED(1, 8, 256, 2)
 GEMV_NORMED(2, 4, 512, 1)

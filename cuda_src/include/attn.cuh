@@ -42,17 +42,37 @@ DEVICE void attn_load_q(uint32_t (&qf)[HD / 16][4], const bf16* q0, const bf16* 
   }
 }
 
-// Scores of the 16 keys k0 … k0 + 15: s[i] is the accumulator of keys k0 + 8i … k0 + 8i + 7. Rows past `last_key` are read as last_key.
+// K and V of one step's 16 keys as they lie in memory. Both are requested before either is used: one latency, not two.
 template <int HD>
-DEVICE void attn_scores(float (&s)[2][4], const uint32_t (&qf)[HD / 16][4], const bf16* k, int k0, int last_key) {
+struct AttnKeys {
+  uint4 k[2][HD / 32];  // key 8i + g, dimensions 32j + 8t …
+  uint4 v[HD / 64][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 64j + 8g …
+};
+
+// Keys k0 … k0 + 15; rows past `last_key` are read as last_key.
+template <int HD>
+DEVICE void attn_fetch(AttnKeys<HD>& kv, const bf16* k, const bf16* v, int k0, int last_key) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int j = 0; j < HD / 32; j++) kv.k[i][j] = ld_global_v4(k + int64_t(min(k0 + 8 * i + g, last_key)) * HD + 32 * j + 8 * t);
+#pragma unroll
+  for (int j = 0; j < HD / 64; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      kv.v[j][i] = ld_global_v4(v + int64_t(min(k0 + 8 * (i / 2) + 2 * t + i % 2, last_key)) * HD + 64 * j + 8 * g);
+}
+
+// Scores of the 16 keys: s[i] is the accumulator of keys 8i … 8i + 7.
+template <int HD>
+DEVICE void attn_scores(float (&s)[2][4], const uint32_t (&qf)[HD / 16][4], const AttnKeys<HD>& kv) {
+#pragma unroll
   for (int i = 0; i < 2; i++) {
-    const bf16* row = k + int64_t(min(k0 + 8 * i + g, last_key)) * HD + 8 * t;
     s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
 #pragma unroll
     for (int j = 0; j < HD / 32; j++) {
-      const uint4 v = ld_global_v4(row + 32 * j);
+      const uint4 v = kv.k[i][j];
       const uint32_t lo[2] = {v.x, v.y}, hi[2] = {v.z, v.w};
       mma_bf16_16816(s[i], qf[2 * j], lo);
       mma_bf16_16816(s[i], qf[2 * j + 1], hi);
@@ -97,18 +117,13 @@ DEVICE void attn_softmax(AttnState<HD>& st, float (&s)[2][4], int k0, const int 
 
 // o += P·V for the same 16 keys.
 template <int HD>
-DEVICE void attn_values(AttnState<HD>& st, const float (&s)[2][4], const bf16* v, int k0, int last_key) {
-  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+DEVICE void attn_values(AttnState<HD>& st, const float (&s)[2][4], const AttnKeys<HD>& kv) {
   const uint32_t p[4] = {pack_bf16(s[0][0], s[0][1]), pack_bf16(s[0][2], s[0][3]), pack_bf16(s[1][0], s[1][1]), pack_bf16(s[1][2], s[1][3])};
 #pragma unroll
   for (int j = 0; j < HD / 64; j++) {
-    uint32_t w[4][4];  // [key 2t, 2t + 1, 2t + 8, 2t + 9][the pack's four words]
+    uint32_t w[4][4];  // [key][the pack's four words]
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int key = min(k0 + 8 * (i / 2) + 2 * t + i % 2, last_key);
-      const uint4 x = ld_global_v4(v + int64_t(key) * HD + 64 * j + 8 * g);
-      w[i][0] = x.x, w[i][1] = x.y, w[i][2] = x.z, w[i][3] = x.w;
-    }
+    for (int i = 0; i < 4; i++) w[i][0] = kv.v[j][i].x, w[i][1] = kv.v[j][i].y, w[i][2] = kv.v[j][i].z, w[i][3] = kv.v[j][i].w;
 #pragma unroll
     for (int e = 0; e < 8; e++) {
       const int q = e / 2;
@@ -123,12 +138,14 @@ DEVICE void attn_values(AttnState<HD>& st, const float (&s)[2][4], const bf16* v
 
 // One step: 16 keys from k0 on.
 template <int HD>
-DEVICE void attn_step(AttnState<HD>& st, const uint32_t (&qf)[HD / 16][4], const bf16* k, const bf16* v, int k0,
-                      int last_key, const int (&limit)[2], float scale_log2) {
+DEVICE void attn_step(AttnState<HD>& st, const uint32_t (&qf)[HD / 16][4], const bf16* k, const bf16* v, int k0, int last_key,
+                      const int (&limit)[2], float scale_log2) {
+  AttnKeys<HD> kv;
+  attn_fetch<HD>(kv, k, v, k0, last_key);
   float s[2][4];
-  attn_scores<HD>(s, qf, k, k0, last_key);
+  attn_scores<HD>(s, qf, kv);
   attn_softmax<HD>(st, s, k0, limit, scale_log2);
-  attn_values<HD>(st, s, v, k0, last_key);
+  attn_values<HD>(st, s, kv);
 }
 
 // The row's whole sum, in each of the four threads that share it.

@@ -6,20 +6,21 @@
 // consumed its register is loaded again for the row R further on, so that the loads never drain between rows. Sums are fp32: R rows at a
 // time are reduced over the warp by shuffles, and over the warps in shared memory once, at the end of the kernel.
 //
-// Two things run ahead. The first R rows are requested before griddep_wait: weights do not depend on the previous kernel, so they travel
-// while it drains and while x is fetched and normalised. And `ahead` rows further on are always on their way from HBM into L2 (one bulk
-// prefetch a row, no registers), from before the wait until the end, so that HBM never idles across a boundary and the register loads
-// only have to cover the latency of L2. Everything else that is constant (norm weights, scales, biases) is fetched before the wait too.
+// Boundaries between kernels are short because little lies on the way from the previous kernel's end to this one's. The first R rows,
+// norm weights, scales and biases are requested before griddep_wait: they do not depend on the previous kernel. RMSNorm's scalar is
+// applied after the sums, where its own sum is one more row of the block: no barrier stands between the arrival of h and the first
+// product. What the epilogue needs of earlier results is requested right after the wait.
 //
 // Nothing that a previous kernel writes may be declared const __restrict__: the compiler would read it through the read-only path, and
 // may do so before griddep_wait. Two rows that an epilogue must see together (a rotation's pair, a gate and its up) are one unit; a
 // block's range is a range of units.
 //
-// grid: any; the units are spread evenly. block: ceil(K / (C·32·PACK)) warps. dynamic shared memory: (warps + 2)·rows(block)·4 bytes.
+// grid: any; the units are spread evenly. block: ceil(K / (C·32·PACK)) warps. dynamic shared memory: (warps + 2)·(rows(block) + 1)·4 bytes.
 // bytes moved: N·K·sizeof(weight) once from HBM; x (2K or 4K bytes) once per block from L2.
 // PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3): rows are whole 16-byte packs.  PRECOND  W, x 16-byte aligned.
 #pragma once
-#include "norm.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
 
 // ---- weights ---------------------------------------------------------------------------------------------------------------------------
 struct WeightBf16 {
@@ -84,30 +85,27 @@ DEVICE void fetch_x(XBf16<W, C>& x, const bf16* src, int K) {
   }
 }
 
-// RMSNorm of h fp32 [K]. `scratch`: a float a warp.
+// x = h·g, the input of a linear but for RMSNorm's scalar; returns this thread's share of Σ h². h fp32 [K].
 template <class W, int C>
-DEVICE void fetch_normed(XFloat<W, C>& x, const float* h, const XBf16<W, C>& g, int K, float eps, float* scratch) {
+DEVICE float fetch_weighted(XFloat<W, C>& x, const float* h, const XBf16<W, C>& g, int K) {
   float ss = 0.f;
 #pragma unroll
   for (int c = 0; c < C; c++) {
     const int k = (c * int(blockDim.x) + int(threadIdx.x)) * W::PACK;
 #pragma unroll
-    for (int i = 0; i < W::PACK; i += 4) {
-      const float4 v = k < K ? ld_global_f4(h + k + i) : make_float4(0.f, 0.f, 0.f, 0.f);
-      x.v[c][i] = v.x, x.v[c][i + 1] = v.y, x.v[c][i + 2] = v.z, x.v[c][i + 3] = v.w;
-      ss = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, ss))));
-    }
-  }
-  const float inv = rsqrtf(block_sum(ss, scratch) / float(K) + eps);
-#pragma unroll
-  for (int c = 0; c < C; c++)
-#pragma unroll
     for (int part = 0; part < W::PACK / 8; part++) {
       float w[8];
       g.eight(w, c, part);
 #pragma unroll
-      for (int j = 0; j < 8; j++) x.v[c][8 * part + j] *= inv * w[j];
+      for (int q = 0; q < 2; q++) {
+        const float4 v = k < K ? ld_global_f4(h + k + 8 * part + 4 * q) : make_float4(0.f, 0.f, 0.f, 0.f);
+        float* out = &x.v[c][8 * part + 4 * q];
+        out[0] = v.x * w[4 * q], out[1] = v.y * w[4 * q + 1], out[2] = v.z * w[4 * q + 2], out[3] = v.w * w[4 * q + 3];
+        ss = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, ss))));
+      }
     }
+  }
+  return ss;
 }
 
 // ---- rows --------------------------------------------------------------------------------------------------------------------------------
@@ -160,27 +158,29 @@ DEVICE void request_first(Flight<W, C, R>& f, const Rows& rows, int count, int K
     for (int c = 0; c < C; c++) f.v[r][c] = request_pack<W>(r < count ? rows.row(r) : nullptr, c, K);
 }
 
-// Rows begin … end - 1 of the block on their way into L2, as far as there are such rows.
-template <class W, class Rows>
-DEVICE void prefetch_rows(const Rows& rows, int begin, int end, int count, int K) {
-  for (int j = begin + int(threadIdx.x); j < min(end, count); j += blockDim.x)
-    prefetch_l2(rows.row(j), uint32_t(K) * uint32_t(sizeof(typename W::type)));
-}
+// Shared memory of a block: part[warp][rows + 1] sums, the last column for Σ h²; then two arrays of `rows` constants.
+struct Sums {
+  float* part;
+  int rows;
+  DEVICE float* warp(int w) const { return part + w * (rows + 1); }
+  DEVICE float* constants(int i) const { return part + int(blockDim.x) / WARP * (rows + 1) + i * rows; }
+  // Column j over all warps, in every thread that asks. Valid after multiply_rows.
+  DEVICE float total(int j) const {
+    float s = 0.f;
+#pragma unroll 8
+    for (int w = 0; w < int(blockDim.x) / WARP; w++) s += warp(w)[j];
+    return s;
+  }
+  // RMSNorm's scalar, from the last column.
+  DEVICE float inverse_rms(int K, float eps) const { return rsqrtf(total(rows) / float(K) + eps); }
+};
 
-// What a block does before griddep_wait: R rows into registers, the next `ahead` rows into L2.
-template <class W, int C, int R, class Rows>
-DEVICE void run_ahead(Flight<W, C, R>& f, const Rows& rows, int count, int K, int ahead) {
-  request_first(f, rows, count, K);
-  prefetch_rows<W>(rows, R, R + ahead, count, K);
-}
-
-// All rows of the block: part[warp][j] = warp's share of row j · x. Ends with the block's barrier.
+// All rows of the block: each warp's sums into its row of `sums`. Ends with the block's barrier.
 template <class W, int C, int R, class X, class Rows>
-DEVICE void multiply_rows(float* part, Flight<W, C, R>& f, const X& x, const Rows& rows, int count, int K, int ahead) {
-  const int lane = threadIdx.x % WARP;
-  float* mine = part + int(threadIdx.x) / WARP * count;
+DEVICE void multiply_rows(const Sums& sums, Flight<W, C, R>& f, const X& x, const Rows& rows, int K, float square_sum) {
+  const int lane = threadIdx.x % WARP, count = sums.rows;
+  float* mine = sums.warp(int(threadIdx.x) / WARP);
   for (int j0 = 0; j0 < count; j0 += R) {
-    if (ahead) prefetch_rows<W>(rows, j0 + R + ahead, j0 + 2 * R + ahead, count, K);
     float s[R];
 #pragma unroll
     for (int r = 0; r < R; r++) {
@@ -197,19 +197,14 @@ DEVICE void multiply_rows(float* part, Flight<W, C, R>& f, const X& x, const Row
     const int j = j0 + lane / (WARP / R);
     if (lane % (WARP / R) == 0 && j < count) mine[j] = sum;
   }
+  square_sum = warp_sum(square_sum);
+  if (lane == 0) mine[count] = square_sum;
   __syncthreads();
 }
 
 // n constants of the block into shared memory: they arrive while the rows do, and are read after multiply_rows' barrier.
 DEVICE void stage(float* dst, const float* src, int n) {
   for (int i = threadIdx.x; i < n; i += blockDim.x) dst[i] = src[i];
-}
-
-// Row j's whole sum, in one thread.
-DEVICE float sum_warps(const float* part, int j, int count) {
-  float s = 0.f;
-  for (int w = 0; w < int(blockDim.x) / WARP; w++) s += part[w * count + j];
-  return s;
 }
 
 template <class T>
@@ -230,58 +225,59 @@ struct RowsGateUp {
 template <class T>
 struct RowsRotary {
   const T* w;
-  int K, first, half;
+  int K, first, log_half;
   DEVICE int index(int j) const {
-    const int p = first + j / 2;
-    return p / half * 2 * half + p % half + (j % 2 ? half : 0);
+    const int p = first + j / 2, head = p >> log_half;
+    return (head << log_half) + p + (j % 2 << log_half);  // head·HD + p % (HD/2), the second HD/2 further
   }
   DEVICE const T* row(int j) const { return w + int64_t(index(j)) * K; }
 };
 
 // ---- the four kernels of a decode step, for either weight type -------------------------------------------------------------------------
-// `ahead`: rows between the register loads and the L2 prefetch; 0: no prefetch.
 
 // Plain x, residual add: h[n] += scale[n]·(W·x)[n]. O-projection and down-projection.
 template <class W, int C, int R>
-DEVICE void gemv_add(float* h, const bf16* x, const typename W::type* w, const float* scale, int N, int K, int ahead, float* part) {
+DEVICE void gemv_add(float* h, const bf16* x, const typename W::type* w, const float* scale, int N, int K, float* shared) {
   griddep_launch();
   const Share rows = block_share(N);
   const RowsPlain<typename W::type> at{w + int64_t(rows.begin) * K, K};
-  float* scales = part + blockDim.x / WARP * rows.count;
+  const Sums sums{shared, rows.count};
   Flight<W, C, R> f;
-  run_ahead(f, at, rows.count, K, ahead);
-  if (W::SCALED) stage(scales, scale + rows.begin, rows.count);
+  request_first(f, at, rows.count, K);
+  if (W::SCALED) stage(sums.constants(0), scale + rows.begin, rows.count);
   griddep_wait();
+  const int j = threadIdx.x;
+  h += rows.begin;
+  const float old = j < rows.count ? h[j] : 0.f;
   XBf16<W, C> xs;
   fetch_x(xs, x, K);
-  multiply_rows(part, f, xs, at, rows.count, K, ahead);
-  for (int j = threadIdx.x; j < rows.count; j += blockDim.x) {
-    const float y = sum_warps(part, j, rows.count);
-    h[rows.begin + j] += W::SCALED ? y * scales[j] : y;
-  }
+  multiply_rows(sums, f, xs, at, K, 0.f);
+  const float* scales = sums.constants(0);
+  if (j < rows.count) h[j] = old + (W::SCALED ? sums.total(j) * scales[j] : sums.total(j));
+  for (int i = j + blockDim.x; i < rows.count; i += blockDim.x) h[i] += W::SCALED ? sums.total(i) * scales[i] : sums.total(i);
 }
 
 // RMSNorm, then gate and up, then SwiGLU: act[i] = silu(gate_i·x)·(up_i·x).
 template <class W, int C, int R>
 DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename W::type* w_gate, const float* s_gate,
-                        const typename W::type* w_up, const float* s_up, int I, int K, float eps, int ahead, float* part) {
-  SHARED(float[WARP], scratch);
+                        const typename W::type* w_up, const float* s_up, int I, int K, float eps, float* shared) {
   griddep_launch();
   const Share units = block_share(I);
-  const int count = 2 * units.count;
   const RowsGateUp<typename W::type> at{w_gate + int64_t(units.begin) * K, w_up + int64_t(units.begin) * K, K};
-  float *gates = part + blockDim.x / WARP * count, *ups = gates + units.count;
+  const Sums sums{shared, 2 * units.count};
   Flight<W, C, R> f;
-  run_ahead(f, at, count, K, ahead);
+  request_first(f, at, sums.rows, K);
   XBf16<W, C> gs;
   fetch_x(gs, g, K);
+  float *gates = sums.constants(0), *ups = sums.constants(1);
   if (W::SCALED) stage(gates, s_gate + units.begin, units.count), stage(ups, s_up + units.begin, units.count);
   griddep_wait();
   XFloat<W, C> xs;
-  fetch_normed(xs, h, gs, K, eps, scratch);
-  multiply_rows(part, f, xs, at, count, K, ahead);
+  const float ss = fetch_weighted(xs, h, gs, K);
+  multiply_rows(sums, f, xs, at, K, ss);
+  const float inv = sums.inverse_rms(K, eps);
   for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
-    float gate = sum_warps(part, 2 * u, count), up = sum_warps(part, 2 * u + 1, count);
+    float gate = sums.total(2 * u) * inv, up = sums.total(2 * u + 1) * inv;
     if (W::SCALED) gate *= gates[u], up *= ups[u];
     act[units.begin + u] = __float2bfloat16_rn(gate / (1.f + expf(-gate)) * up);
   }
@@ -290,34 +286,36 @@ DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename
 // RMSNorm, then Q, K and V with bias, RoPE on Q and K, K and V appended to the cache at the token's position.
 template <class W, int C, int R>
 DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, const bf16* g, const typename W::type* w, const float* scale,
-                     const float* bias, const float2* rope, const int32_t* pos_ptr, int H, int KV, int HD, int max_len, int K, float eps,
-                     int ahead, float* part) {
-  SHARED(float[WARP], scratch);
+                     const float* bias, const float2* rope, const int32_t* pos_ptr, int H, int KV, int log_half, int max_len, int K,
+                     float eps, float* shared) {
   griddep_launch();
-  const int half = HD / 2;
+  const int half = 1 << log_half, HD = 2 * half;
   const Share units = block_share((H + 2 * KV) * half);
-  const int count = 2 * units.count;
-  const RowsRotary<typename W::type> at{w, K, units.begin, half};
-  float *biases = part + blockDim.x / WARP * count, *scales = biases + count;
+  const RowsRotary<typename W::type> at{w, K, units.begin, log_half};
+  const Sums sums{shared, 2 * units.count};
   Flight<W, C, R> f;
-  run_ahead(f, at, count, K, ahead);
+  request_first(f, at, sums.rows, K);
   XBf16<W, C> gs;
   fetch_x(gs, g, K);
-  for (int j = threadIdx.x; j < count; j += blockDim.x) {
+  float *biases = sums.constants(0), *scales = sums.constants(1);
+  for (int j = threadIdx.x; j < sums.rows; j += blockDim.x) {
     biases[j] = bias[at.index(j)];
     if (W::SCALED) scales[j] = scale[at.index(j)];
   }
   griddep_wait();
   const int pos = *pos_ptr;
   XFloat<W, C> xs;
-  fetch_normed(xs, h, gs, K, eps, scratch);
-  multiply_rows(part, f, xs, at, count, K, ahead);
+  const float ss = fetch_weighted(xs, h, gs, K);
+  const float2* angles = rope + int64_t(pos) * half;
+  const float2 early = angles[(units.begin + int(threadIdx.x)) % half];  // of this thread's first unit
+  multiply_rows(sums, f, xs, at, K, ss);
+  const float inv = sums.inverse_rms(K, eps);
   for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
-    const int p = units.begin + u, head = p / half, d = p % half;
-    float x = sum_warps(part, 2 * u, count), y = sum_warps(part, 2 * u + 1, count);
+    const int p = units.begin + u, head = p >> log_half, d = p % half;
+    float x = sums.total(2 * u) * inv, y = sums.total(2 * u + 1) * inv;
     if (W::SCALED) x *= scales[2 * u], y *= scales[2 * u + 1];
     x += biases[2 * u], y += biases[2 * u + 1];
-    const float2 cs = head < H + KV ? rope[int64_t(pos) * half + d] : make_float2(1.f, 0.f);  // {cos, sin}
+    const float2 cs = head >= H + KV ? make_float2(1.f, 0.f) : u < int(blockDim.x) ? early : angles[d];  // {cos, sin}
     bf16* out = head < H        ? q + head * HD
                 : head < H + KV ? k_cache + (int64_t(head - H) * max_len + pos) * HD
                                 : v_cache + (int64_t(head - H - KV) * max_len + pos) * HD;
@@ -328,19 +326,19 @@ DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, cons
 
 // RMSNorm, then the LM head: logits[v] fp32.
 template <class W, int C, int R>
-DEVICE void gemv_logits(float* logits, const float* h, const bf16* g, const typename W::type* w, int V, int K, float eps, int ahead,
-                        float* part) {
-  SHARED(float[WARP], scratch);
+DEVICE void gemv_logits(float* logits, const float* h, const bf16* g, const typename W::type* w, int V, int K, float eps, float* shared) {
   griddep_launch();
   const Share rows = block_share(V);
   const RowsPlain<typename W::type> at{w + int64_t(rows.begin) * K, K};
+  const Sums sums{shared, rows.count};
   Flight<W, C, R> f;
-  run_ahead(f, at, rows.count, K, ahead);
+  request_first(f, at, rows.count, K);
   XBf16<W, C> gs;
   fetch_x(gs, g, K);
   griddep_wait();
   XFloat<W, C> xs;
-  fetch_normed(xs, h, gs, K, eps, scratch);
-  multiply_rows(part, f, xs, at, rows.count, K, ahead);
-  for (int j = threadIdx.x; j < rows.count; j += blockDim.x) logits[rows.begin + j] = sum_warps(part, j, rows.count);
+  const float ss = fetch_weighted(xs, h, gs, K);
+  multiply_rows(sums, f, xs, at, K, ss);
+  const float inv = sums.inverse_rms(K, eps);
+  for (int j = threadIdx.x; j < rows.count; j += blockDim.x) logits[rows.begin + j] = sums.total(j) * inv;
 }

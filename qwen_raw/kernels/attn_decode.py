@@ -12,7 +12,7 @@ from qwen_raw.errors import require
 from qwen_raw.kernels.linear import check_buffer
 
 STEM = "attn_decode"
-ROWS, WARPS, KEYS = 16, 4, 16
+ROWS, WARPS, KEYS = 16, 8, 16
 HEAD_DIMS = (64, 128)
 MIN_SPLIT = WARPS * KEYS  # keys
 
@@ -23,15 +23,15 @@ def head_blocks(H: int, KV: int) -> int:
 
 
 def max_splits(sm_count: int, H: int, KV: int, max_len: int) -> int:
-    """grid.x: two blocks a multiprocessor, no split shorter than a block's step; the kernel uses what it needs."""
-    return max(1, min(2 * sm_count // head_blocks(H, KV), (max_len + MIN_SPLIT - 1) // MIN_SPLIT))
+    """grid.x: one block a multiprocessor, no split shorter than a block's step; the kernel uses what it needs."""
+    return max(1, min(sm_count // head_blocks(H, KV), (max_len + MIN_SPLIT - 1) // MIN_SPLIT))
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Partials and arrival counters of one stream; never shared by two launches that may overlap."""
 
-    part: Buffer  # f32 [grid.y, grid.x, 16, HD + 2]
+    part: Buffer  # f32 [grid.y, grid.x, 16, HD + 4]
     counters: Buffer  # u32 [grid.y], zero between launches
     splits: int
 
@@ -39,7 +39,7 @@ class Workspace:
     def create(dev: Device, H: int, KV: int, HD: int, max_len: int, splits: int | None = None) -> Workspace:
         n = splits or max_splits(dev.sm_count, H, KV, max_len)
         rows = head_blocks(H, KV)
-        return Workspace(dev.empty((rows, n, ROWS, HD + 2), F32), dev.zeros((rows,), U32), n)
+        return Workspace(dev.empty((rows, n, ROWS, HD + 4), F32), dev.zeros((rows,), U32), n)
 
 
 def attn_decode(
@@ -66,7 +66,7 @@ def attn_decode(
         check_buffer(buffer, shape, BF16, name)
     require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
     rows = head_blocks(H, KV)
-    check_buffer(ws.part, (rows, ws.splits, ROWS, HD + 2), F32, "workspace")
+    check_buffer(ws.part, (rows, ws.splits, ROWS, HD + 4), F32, "workspace")
     kernel = dev.kernel(STEM, f"attn_decode_bf16_hd{HD}")
     dims = [np.int32(n) for n in (H, KV, max_len)]
     args: list[Arg] = [
@@ -80,4 +80,4 @@ def attn_decode(
         *dims,
         np.float32(math.log2(math.e) / math.sqrt(HD)),
     ]
-    dev.launch(kernel, (ws.splits, rows, 1), (WARPS * 32, 1, 1), args, pdl=pdl)
+    dev.launch(kernel, (ws.splits, rows, 1), (WARPS * 32, 1, 1), args, smem=WARPS * ROWS * (HD + 2) * 4, pdl=pdl)

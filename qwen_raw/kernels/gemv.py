@@ -22,7 +22,6 @@ class Gemv:
     add_threads: dict[int, int]  # C → the largest block of that variant, plain x
     normed_threads: dict[int, int]  # the same for the kernels that normalise
     blocks_per_sm: int
-    ahead_bytes: int  # a block's distance between register loads and L2 prefetch
 
     @property
     def pack(self) -> int:
@@ -45,13 +44,12 @@ class Gemv:
     ) -> None:
         C, threads = self.variant(op, K)
         blocks = min(units, grid or dev.sm_count * self.blocks_per_sm)
-        smem = -(-units // blocks) * rows_per_unit * (threads // WARP + 2) * 4
+        smem = -(-units // blocks) * rows_per_unit * (threads // WARP + 2) * 4 + threads // WARP * 4
         require(
             smem <= dev.smem_per_block - 1024, f"gemv_{op}: {units} units in {blocks} blocks need {smem} bytes shared"
         )
         kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
-        ahead = np.int32(self.ahead_bytes // (K * (1 if self.fp8 else 2)))
-        dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), [*args, ahead], smem=smem, pdl=pdl)
+        dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
     def _weights(self, *linears: Linear) -> list[Arg]:
         """Kernel arguments of the weights: each followed by its scale when the type has one."""
@@ -116,7 +114,7 @@ class Gemv:
         require(
             w.N == (H + 2 * KV) * HD, f"QKV weight has {w.N} rows, {H} + 2·{KV} heads of {HD} need {(H + 2 * KV) * HD}"
         )
-        require(HD % 2 == 0, f"head_dim {HD} is odd")
+        require(HD >= 2 and HD & (HD - 1) == 0, f"head_dim {HD} is not a power of two")
         check_buffer(q, (H, HD), BF16, "q")
         check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
         check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
@@ -125,7 +123,7 @@ class Gemv:
         check_buffer(bias, (w.N,), F32, "bias")
         check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
         require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
-        dims = [np.int32(n) for n in (H, KV, HD, max_len, w.K)]
+        dims = [np.int32(n) for n in (H, KV, HD.bit_length() - 2, max_len, w.K)]
         args = [q, k_cache, v_cache, h, g, *self._weights(w), bias, rope, pos, *dims, np.float32(eps)]
         self._launch(dev, "qkv", w.N // 2, 2, w.K, args, pdl, grid)
 

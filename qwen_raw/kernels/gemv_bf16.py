@@ -7,6 +7,5 @@ GEMV = Gemv(
     fp8=False,
     add_threads={1: 512, 2: 512, 4: 640, 8: 512},
     normed_threads={1: 512, 2: 512},
-    blocks_per_sm=1,
-    ahead_bytes=64 << 10,
+    blocks_per_sm=2,
 )

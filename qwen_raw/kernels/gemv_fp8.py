@@ -8,5 +8,4 @@ GEMV = Gemv(
     add_threads={1: 256, 2: 512, 4: 512},
     normed_threads={1: 256, 2: 512},
     blocks_per_sm=2,
-    ahead_bytes=64 << 10,
 )
