@@ -265,6 +265,8 @@ class CudaDevice:
             self.synchronize()
         except DriverError:
             self._pool.abandon()
+            for kernel in self._kernels.values():
+                kernel.abandon()
             self.context.closed = True
             raise
         for captured in list(self._graphs):

@@ -145,6 +145,12 @@ class CudaKernel:
     def __repr__(self) -> str:
         return f"CudaKernel({self.name} on GPU {self.context.ordinal})"
 
+    def abandon(self) -> None:
+        """Never unload the module: its context has been lost, and CuPy would print the failure at exit."""
+        module = getattr(getattr(self.keep, "kernel", None), "module", None)
+        if module is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+
     def config(self, geometry: Geometry, stream: Stream, smem_limit: int) -> Any:
         """The driver's CUlaunchConfig, checked and built once for each geometry and stream.
 
