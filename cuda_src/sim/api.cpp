@@ -100,8 +100,8 @@ SIMT_API void simt_fill(World* w, int rank, void* to, int byte, uint64_t bytes) 
 }
 
 // 0: nothing is left to do. 1: something waits for work that has not been queued. 2: failed, see simt_error.
-SIMT_API int simt_advance(World* w) {
-  if (!w->advance()) return 2;
+SIMT_API int simt_advance(World* w, int waiting) {
+  if (!w->advance(waiting)) return 2;
   for (size_t r = 0; r < w->ranks.size(); r++)
     if (!w->rank_idle(int(r))) return 1;
   return 0;

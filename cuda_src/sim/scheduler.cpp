@@ -79,6 +79,21 @@ Thread* World::take_ready() {
   return nullptr;
 }
 
+// How often sleeping threads look again although nothing has changed. They may be loads that only look like a poll, or polls of several
+// addresses. Once the host waits for them, polls with a deadline are let run into it: time passes in leaps.
+int World::rounds_left() {
+  constexpr int LOOKS = 64, LOOKS_BEFORE_A_DEADLINE = 8192;
+  constexpr uint64_t LEAP_NS = 1000000000;
+  if (!host_waits) return LOOKS;
+  for (const Rank& r : ranks)
+    for (const Thread* t : r.parked)
+      if (t->reads_clock) {
+        leapt_ns += LEAP_NS;
+        return LOOKS_BEFORE_A_DEADLINE;
+      }
+  return LOOKS;
+}
+
 // The next thread to run, or nullptr when nothing can happen without the host (or the world has failed).
 Thread* World::pick() {
   steps++;
@@ -94,8 +109,7 @@ Thread* World::pick() {
     if (wake_parked(false)) continue;
     if (start_more(true)) continue;
     if (progress != wake_mark) wake_mark = progress, wake_rounds = 0;
-    // Polls that look at several addresses, or at memory that plain stores changed: look again a few times before giving up.
-    if (wake_rounds++ < 3 && wake_parked(true)) continue;
+    if (wake_rounds++ < rounds_left() && wake_parked(true)) continue;
     return nullptr;
   }
   return nullptr;
@@ -130,8 +144,9 @@ bool World::resume_yielded() {
   return any;
 }
 
-bool World::advance() {
+bool World::advance(bool waiting) {
   if (failed) return false;
+  host_waits = waiting;
   World* outer = world;
   world = this;
   faults_install();

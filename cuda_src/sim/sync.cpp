@@ -136,7 +136,11 @@ void griddep_launch() { world->block_triggered(running_thread()->block); }
 
 void yield() { world->yield_now(); }
 
-uint64_t timer_ns() { return world->steps * 1000; }
+// A clock of its own: a microsecond a scheduling step, so that the same seed sees the same times.
+uint64_t timer_ns() {
+  running_thread()->reads_clock = true;
+  return world->steps * 1000 + world->leapt_ns;
+}
 
 void* static_shared(const void* key, const char* name, size_t bytes, size_t align) {
   Block* b = running_thread()->block;

@@ -37,6 +37,7 @@ struct Thread : ThreadView {
   unsigned char poll_bytes = 0, poll_value[16] = {};
   uint64_t poll_progress = 0;
   int poll_repeats = 0;
+  bool reads_clock = false;  // its polls have a deadline
 };
 
 struct Collective {
@@ -154,7 +155,8 @@ struct World {
 
   // ---- from the host
   void enqueue(std::unique_ptr<Launch> launch);
-  bool advance();  // runs until nothing can run; false: the world has failed
+  // Runs until nothing can run; false: the world has failed. `waiting`: the host needs it to finish, so deadlines may pass.
+  bool advance(bool waiting);
   void host_synced(int rank);
   bool rank_idle(int rank) const { return ranks[size_t(rank)].active.empty() && ranks[size_t(rank)].queue.empty(); }
 
@@ -177,6 +179,7 @@ struct World {
   void launch_complete(Rank& rank, Launch& launch);
   void wake(const char* begin, size_t bytes);
   bool wake_parked(bool all);
+  int rounds_left();
   bool memory_changed(const Thread& t) const;
   void park(Place place);                  // the running thread, until what it polls changes
 
@@ -202,6 +205,8 @@ struct World {
   bool may_start = false;  // a block or launch may have become startable
   uint64_t steps = 0, switches = 0, progress = 0, wake_mark = ~0ull;
   uint64_t yield_mark = ~0ull;
+  uint64_t leapt_ns = 0;
+  bool host_waits = false;
   int wake_rounds = 0;
   uint32_t width = 1;       // blocks that a rank likes to keep resident
   uint32_t next_uid = 0;

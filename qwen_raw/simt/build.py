@@ -25,7 +25,7 @@ from qwen_raw.simt import toolchain
 from qwen_raw.simt.toolchain import Compiler, Variant
 
 _ENTRY = re.compile(r"SIMT_SCAN_ENTRY")
-_NAME = re.compile(r"\s*void\s+(\w+)\s*\(|\s*SIMT_SCAN_BOUNDS\s*\(|\s*void\b")
+_NAME = re.compile(r"\s*void\s+(?!SIMT_SCAN)(\w+)\s*\(|\s*SIMT_SCAN_BOUNDS\s*\(|\s*void\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,13 @@ class Builder:
 
     def runtime(self) -> Path:
         """The simulator's own shared object."""
-        folder = self.source_root / "sim"
-        sources = sorted(folder.glob("*.cpp"))
-        facts = self._facts("simt", self.compiler.runtime_flags(), [*sources, *sorted(folder.glob("*.h"))])
-        name = _entry_name("simt", "runtime", facts)
+        sources = sorted((self.source_root / "sim").glob("*.cpp"))
+        name, facts = self._runtime_entry()
         return self._entry(name, facts, lambda out: self._compile_runtime(sources, name, out))
+
+    def runtime_name(self) -> str:
+        """The cache entry of the simulator, which need not be there."""
+        return self._runtime_entry()[0]
 
     def kernel(self, stem: str) -> Path:
         """The shared object of `stem`.cu, linked against `runtime()`.
@@ -115,6 +117,12 @@ class Builder:
         own = [f"-I{root}", f"-I{root / 'include'}", f"-I{root / 'sim'}"]
         folders = toolchain.cuda_headers().folders if cuda else ()
         return [*own, *(argument for folder in folders for argument in ("-isystem", str(folder)))]
+
+    def _runtime_entry(self) -> tuple[str, dict[str, object]]:
+        folder = self.source_root / "sim"
+        files = sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
+        facts = self._facts("simt", self.compiler.runtime_flags(), files)
+        return _entry_name("simt", "runtime", facts), facts
 
     def _defines(self) -> list[str]:
         return [f"-D{define}" for define in self.defines]

@@ -12,16 +12,17 @@ from qwen_raw.simt import run
 from qwen_raw.simt.build import Builder
 from qwen_raw.simt.kernel import Module, SimKernel
 from qwen_raw.simt.native import Runtime
-from qwen_raw.simt.toolchain import Variant
+from qwen_raw.simt.toolchain import Compiler, Variant, find_compiler
 
 
 @dataclass
 class Library:
     """Builds and loads on demand; keep one for many worlds.
 
-    `source_root`: the kernels' folder, `kernel_folders`: more of them; `defines`: macros, "NAME" or "NAME=VALUE";
-    `cache_dir`: instead of the user's cache. `variant`: "plain"; "race", where every access is checked; or "address",
-    with AddressSanitizer, which works only in a process started by `python -m qwen_raw.simt.run`.
+    `variant`: "plain"; "race", where every access is checked; or "address", with AddressSanitizer, which works only in
+    a process started by `python -m qwen_raw.simt.run`. `source_root`: the kernels' folder, `kernel_folders`: more of
+    them; `defines`: macros, "NAME" or "NAME=VALUE"; `cache_dir`: instead of the user's cache; `host_compiler`: instead
+    of the one that is found.
     """
 
     variant: Variant = "plain"
@@ -29,13 +30,14 @@ class Library:
     kernel_folders: tuple[Path, ...] = ()
     defines: tuple[str, ...] = ()
     cache_dir: Path | None = None
+    host_compiler: Compiler = field(default_factory=find_compiler)
 
     def __post_init__(self) -> None:
         """Raises UsageError where there is no C++17 compiler, or no sanitizer in the process."""
         if self.variant == "address" and not run.active():
             raise UsageError('sanitize="address" needs AddressSanitizer in the process: python -m qwen_raw.simt.run …')
         self._builder = Builder(
-            self.variant, self.source_root, self.cache_dir, kernel_folders=self.kernel_folders, defines=self.defines
+            self.variant, self.source_root, self.cache_dir, self.host_compiler, self.kernel_folders, self.defines
         )
         self.runtime = Runtime(self._builder.runtime())
         self._modules: dict[str, Module] = {}
@@ -43,7 +45,7 @@ class Library:
     @property
     def compiler(self) -> str:
         """The C++ compiler's name and version."""
-        return self._builder.compiler.version
+        return self.host_compiler.version
 
     def kernel(self, stem: str, name: str) -> SimKernel:
         """The entry point `name` of `stem`.cu, compiled or taken from the cache.

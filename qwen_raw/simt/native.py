@@ -120,7 +120,7 @@ class Runtime:
         lib.simt_launch.argtypes = [c_void_p, POINTER(Launch)]
         lib.simt_copy.argtypes = [c_void_p, c_int, c_void_p, c_void_p, c_uint64]
         lib.simt_fill.argtypes = [c_void_p, c_int, c_void_p, c_int, c_uint64]
-        lib.simt_advance.argtypes = [c_void_p]
+        lib.simt_advance.argtypes = [c_void_p, c_int]
         lib.simt_rank_idle.argtypes = [c_void_p, c_int]
         lib.simt_host_synced.argtypes = [c_void_p, c_int]
         lib.simt_error.restype = c_char_p
@@ -165,9 +165,9 @@ class Runtime:
         """Queues a fill."""
         self._lib.simt_fill(world, rank, to, byte, nbytes)
 
-    def advance(self, world: int) -> int:
-        """Runs until nothing can run: 0 all done, 1 something waits, 2 failed."""
-        return int(self._lib.simt_advance(world))
+    def advance(self, world: int, *, waiting: bool) -> int:
+        """Runs until nothing can run: 0 all done, 1 something waits, 2 failed. `waiting`: polls' deadlines may pass."""
+        return int(self._lib.simt_advance(world, waiting))
 
     def rank_idle(self, world: int, rank: int) -> bool:
         """Whether everything queued on the rank has finished."""

@@ -75,8 +75,10 @@ class Compiler:
 def find_compiler() -> Compiler:
     """$CXX, or the first of g++, clang++ and c++ that compiles C++17.
 
-    Raises UsageError if there is none.
+    Raises UsageError if there is none, or on a system that is not Linux.
     """
+    if platform.system() != "Linux":
+        raise UsageError(f"the simulator runs on Linux, this is {platform.system()}: use --device cpu")
     chosen = os.environ.get("CXX", "")
     tried = []
     for name in [chosen] if chosen else ["g++", "clang++", "c++"]:

@@ -92,7 +92,10 @@ class SimWorld:
         """
         if self._held:
             return WAITS
-        state = self.runtime.advance(self.handle)
+        return self._advance(waiting=False)
+
+    def _advance(self, *, waiting: bool) -> int:
+        state = self.runtime.advance(self.handle, waiting=waiting)
         if state == FAILED:
             self._fail(self.runtime.error(self.handle))
         if state == IDLE:
@@ -102,11 +105,13 @@ class SimWorld:
     def wait(self, rank: int) -> None:
         """Runs until everything queued on `rank` has finished, as the host waiting for it.
 
-        Raises SimError with every waiting thread's place if that cannot happen.
+        Polls that nobody will answer run into their deadline, if they have one (no real time passes).
+        Raises SimError with every waiting thread's place if the rank can never finish.
         """
         if self._held:
             raise QwenRawError("the host cannot wait for a device while launches are held together")
-        self.advance()
+        if self.advance() == WAITS and not self.runtime.rank_idle(self.handle, rank):
+            self._advance(waiting=True)
         if not self.runtime.rank_idle(self.handle, rank):
             self._fail(self.runtime.stuck(self.handle))
         self.runtime.host_synced(self.handle, rank)

@@ -160,6 +160,15 @@ class TestDeadlock:
             device, "polls_two_flags_for_ever", [device.zeros((64,), U32)]
         )
 
+    def test_repeated_loads_are_no_deadlock(self, device: SimDevice) -> None:
+        flag = device.array(np.full(33, 2, np.uint32))
+        device.launch(device.kernel("bugs", "reads_repeatedly"), (1, 1, 1), (32, 1, 1), [flag, np.int32(20)])
+        assert flag.download().tolist() == [2] + [40] * 32
+
+    def test_a_deadline_passes(self, device: SimDevice) -> None:
+        args = [device.zeros((1,), U32), np.uint64(5 * 10**9)]
+        assert "trap: the kernel ended the launch" in report_of(device, "polls_until_a_deadline", args)
+
     def test_more_blocks_than_the_device_holds(self, device: SimDevice) -> None:
         kernel = device.kernel("bugs", "grid_barrier")
         fits = 2 * device.sm_count

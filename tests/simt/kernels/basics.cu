@@ -16,6 +16,15 @@ KERNEL(1024) void block_sums(float* out, const float* x, int n) {
   if (threadIdx.x == 0) out[blockIdx.x] = s;
 }
 
+// out[b] = sum of squares, through fmaf.
+KERNEL(1024) void block_norms(float* out, const float* x, int n) {
+  SHARED(float[WARP], scratch);
+  float s = 0.f;
+  for (int i = threadIdx.x; i < n; i += blockDim.x) s = fmaf(x[int64_t(blockIdx.x) * n + i], x[int64_t(blockIdx.x) * n + i], s);
+  s = block_sum(s, scratch);
+  if (threadIdx.x == 0) out[blockIdx.x] = s;
+}
+
 // Reverses each block's blockDim.x values through dynamic shared memory.
 KERNEL(1024) void reverse(int32_t* x) {
   DYN_SHARED(int32_t, s);

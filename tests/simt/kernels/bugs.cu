@@ -113,6 +113,19 @@ KERNEL(32) void polls_two_flags_for_ever(uint32_t* flag) {
   }
 }
 
+// Reading one value again and again is no poll that waits for a change.
+KERNEL(32) void reads_repeatedly(uint32_t* flag, int times) {
+  uint32_t sum = 0;
+  for (int i = 0; i < times; i++) sum += ld_volatile_u32(flag);
+  flag[1 + threadIdx.x] = sum;
+}
+
+KERNEL(32) void polls_until_a_deadline(uint32_t* flag, uint64_t limit_ns) {
+  const uint64_t until = global_timer_ns() + limit_ns;
+  while (ld_volatile_u32(flag) == 0)
+    if (global_timer_ns() > until) trap();
+}
+
 // A grid-wide barrier: hangs as soon as more blocks are launched than the device holds at once.
 KERNEL(1024) void grid_barrier(uint32_t* count) {
   if (threadIdx.x == 0) {
