@@ -25,7 +25,7 @@ from qwen_raw.simt import toolchain
 from qwen_raw.simt.toolchain import Compiler, Variant
 
 _ENTRY = re.compile(r"SIMT_SCAN_ENTRY")
-_NAME = re.compile(r"\s*void\s+(?!SIMT_SCAN)(\w+)\s*\(|\s*SIMT_SCAN_BOUNDS\s*\(|\s*void\b")
+_NAME = re.compile(r"\s*(?:void\s+)?(\w+)\s*\(")  # of the kernel, or the macro that stands for its launch bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +202,12 @@ def _entry_name(stem: str, variant: str, facts: dict[str, object]) -> str:
 def _parse_entry(text: str, start: int, file: str) -> EntryPoint:
     bounds = "0"
     while match := _NAME.match(text, start):
-        start = match.end()
-        if match.group(1):
-            names = [_parameter_name(p) for p in _split(text, start)]
-            return EntryPoint(match.group(1), bounds, tuple(name for name in names if name))
-        if match.group().endswith("("):
-            parts = _split(text, start)
-            bounds = parts[0]
-            start += sum(len(part) + 1 for part in parts)
+        parts = _split(text, match.end())
+        if match[1] != "SIMT_SCAN_BOUNDS":
+            names = [_parameter_name(part) for part in parts]
+            return EntryPoint(match[1], bounds, tuple(name for name in names if name))
+        bounds = parts[0]
+        start = match.end() + sum(len(part) + 1 for part in parts)
     raise QwenRawError(f"{file}: cannot read the kernel at {text[start : start + 60]!r}")
 
 
