@@ -74,8 +74,9 @@ class DeviceRunner:
             )
 
     def _capture(self) -> Graph:
-        """One step eagerly, so that every module is loaded, then the same step as a graph."""
+        """One prefill and one step eagerly, so that every module is loaded, then the same step as a graph."""
         self.decode.sampler.set_params(0.0, 0, self.text_vocab)
+        self._prefill([0])
         self._step()
         with self.device.capture() as capture:
             self._step()
