@@ -78,7 +78,7 @@ inline void require_aligned(const void* p, size_t bytes, Place place) {
 // Fails unless the bytes lie within one allocation.
 SIMT_API void require_memory(const void* p, size_t bytes, Place place);
 
-// mma.sync m16n8k16 over the operands of 32 lanes (MmaLane, mma_lane.h): in the runtime so that it is compiled at -O3.
+// mma.sync m16n8k16 over the operands of 32 lanes (MmaLane, mma_lane.h): in the runtime, compiled once.
 SIMT_API void mma_bf16_16816(void* const* operands, uint32_t mask);
 SIMT_API void mma_f16_16816(void* const* operands, uint32_t mask);
 
