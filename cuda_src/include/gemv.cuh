@@ -60,18 +60,17 @@ struct XBf16 {
   DEVICE void eight(float (&f)[8], int c, int part) const { unpack_bf16(f, v[c][part]); }
 };
 
-// s plus pack c of a row times its stretch of x.
+// s plus pack c of a row times its stretch of x; even and odd elements in sums of their own, which halves the chain of dependent adds.
 template <class W, class X>
-DEVICE float dot_pack(float s, uint4 w, const X& x, int c) {
+DEVICE void dot_pack(float (&s)[2], uint4 w, const X& x, int c) {
 #pragma unroll
   for (int part = 0; part < W::PACK / 8; part++) {
     float a[8], b[8];
     W::widen(a, w, part);
     x.eight(b, c, part);
 #pragma unroll
-    for (int i = 0; i < 8; i++) s = fmaf(a[i], b[i], s);
+    for (int i = 0; i < 8; i++) s[i % 2] = fmaf(a[i], b[i], s[i % 2]);
   }
-  return s;
 }
 
 // x bf16 [K]; packs past the end are zero.
@@ -184,14 +183,15 @@ DEVICE void multiply_rows(const Sums& sums, Flight<W, C, R>& f, const X& x, cons
     float s[R];
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      s[r] = 0.f;
+      float sum[2] = {0.f, 0.f};
       const int next = j0 + R + r;
       const typename W::type* row = next < count ? rows.row(next) : nullptr;
 #pragma unroll
       for (int c = 0; c < C; c++) {
-        s[r] = dot_pack<W>(s[r], f.v[r][c], x, c);
+        dot_pack<W>(sum, f.v[r][c], x, c);
         f.v[r][c] = request_pack<W>(row, c, K);
       }
+      s[r] = sum[0] + sum[1];
     }
     const float sum = reduce_rows<R>(s);
     const int j = j0 + lane / (WARP / R);

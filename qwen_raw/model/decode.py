@@ -10,6 +10,8 @@ and around them the embedding, norm + LM head, and the choice of the id.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import Buffer, Device
 from qwen_raw.kernels.attn_decode import attn_decode
@@ -21,6 +23,20 @@ from qwen_raw.kernels.sample import sample
 from qwen_raw.model.state import DecodeBuffers, KVCache
 from qwen_raw.model.weights import Layer, Weights
 
+STAGES = ("embed", "qkv", "attn", "o", "gate_up", "down", "head", "sample")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How a step is launched. All but the default is for benches and tests."""
+
+    skip: frozenset[str] = frozenset()  # stages left out: what a step costs without one is what that one costs
+    blocks_per_sm: int | None = None  # of the matrix-vector products; None: the launchers' choice
+    pdl: bool = True  # dependent launches: blocks start while the previous kernel drains and wait inside (griddep_wait)
+
+
+DEFAULT = StepOptions()
+
 
 def decode_layer(
     dev: Device,
@@ -31,15 +47,20 @@ def decode_layer(
     rope: Buffer,
     b: DecodeBuffers,
     gemv: Gemv,
-    pdl: bool,
+    options: StepOptions,
 ) -> None:
     """b.h [D] → b.h [D], appending K and V of the token at b.sampler.pos."""
-    pos = b.sampler.pos
-    gemv.qkv(dev, b.q, k_cache, v_cache, b.h, layer.norm1, layer.qkv, layer.qkv_bias, rope, pos, c.rms_eps, pdl=pdl)
-    attn_decode(dev, b.attn.view((c.H, c.HD)), b.q, k_cache, v_cache, pos, b.workspace, pdl=pdl)
-    gemv.add(dev, b.h, b.attn, layer.o, pdl=pdl)
-    gemv.swiglu(dev, b.act, b.h, layer.norm2, layer.gate, layer.up, c.rms_eps, pdl=pdl)
-    gemv.add(dev, b.h, b.act, layer.down, pdl=pdl)
+    pos, skip, pdl = b.sampler.pos, options.skip, options.pdl
+    if "qkv" not in skip:
+        gemv.qkv(dev, b.q, k_cache, v_cache, b.h, layer.norm1, layer.qkv, layer.qkv_bias, rope, pos, c.rms_eps, pdl=pdl)
+    if "attn" not in skip:
+        attn_decode(dev, b.attn.view((c.H, c.HD)), b.q, k_cache, v_cache, pos, b.workspace, pdl=pdl)
+    if "o" not in skip:
+        gemv.add(dev, b.h, b.attn, layer.o, pdl=pdl)
+    if "gate_up" not in skip:
+        gemv.swiglu(dev, b.act, b.h, layer.norm2, layer.gate, layer.up, c.rms_eps, pdl=pdl)
+    if "down" not in skip:
+        gemv.add(dev, b.h, b.act, layer.down, pdl=pdl)
 
 
 def lm_head(dev: Device, c: ModelConfig, w: Weights, h: Buffer, logits: Buffer, *, pdl: bool = False) -> None:
@@ -48,18 +69,23 @@ def lm_head(dev: Device, c: ModelConfig, w: Weights, h: Buffer, logits: Buffer, 
 
 
 def decode_step(
-    dev: Device, c: ModelConfig, w: Weights, cache: KVCache, rope: Buffer, b: DecodeBuffers, *, choose: bool = True
+    dev: Device,
+    c: ModelConfig,
+    w: Weights,
+    cache: KVCache,
+    rope: Buffer,
+    b: DecodeBuffers,
+    options: StepOptions = DEFAULT,
 ) -> None:
-    """Queue one step. `choose=False` leaves out the sampler: state stays, logits are in b.logits.
-
-    Every launch is a programmatic dependent one: a kernel's blocks start while the previous kernel drains, and wait
-    inside (griddep_wait) before they touch anything it wrote.
-    """
-    pdl = True
-    gemv = GEMV_FP8 if w.fp8 else GEMV_BF16
-    embed(dev, b.h.view((1, c.D)), w.embed, b.sampler.token, pdl=pdl)
+    """Queue one step. Without the "sample" stage the state stays as it is and the logits are in b.logits."""
+    gemv, head = (GEMV_FP8 if w.fp8 else GEMV_BF16), GEMV_BF16
+    if options.blocks_per_sm is not None:
+        gemv, head = (replace(g, blocks_per_sm=options.blocks_per_sm) for g in (gemv, head))
+    if "embed" not in options.skip:
+        embed(dev, b.h.view((1, c.D)), w.embed, b.sampler.token, pdl=options.pdl)
     for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
-        decode_layer(dev, c, layer, k, v, rope, b, gemv, pdl)
-    lm_head(dev, c, w, b.h, b.logits, pdl=pdl)
-    if choose:
-        sample(dev, b.logits, b.sampler, pdl=pdl)
+        decode_layer(dev, c, layer, k, v, rope, b, gemv, options)
+    if "head" not in options.skip:
+        head.logits(dev, b.logits, b.h, w.norm, w.head, c.rms_eps, pdl=options.pdl)
+    if "sample" not in options.skip:
+        sample(dev, b.logits, b.sampler, pdl=options.pdl)

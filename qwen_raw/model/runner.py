@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from qwen_raw.device import F32, Buffer, Device, Graph
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
 from qwen_raw.kernels.sample import BAD_ID, SLOTS, sample
-from qwen_raw.model.decode import decode_step, lm_head
+from qwen_raw.model.decode import DEFAULT, StepOptions, decode_step, lm_head
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.prefill import all_logits, prefill_chunk
 from qwen_raw.model.state import DecodeBuffers, KVCache, PrefillBuffers, device_rope_table, state_bytes
@@ -26,6 +27,14 @@ from qwen_raw.model.weights import load_weights, weight_bytes
 AHEAD = 4  # decode steps queued beyond the id that the host is waiting for; must stay below SLOTS
 LOGIT_ROWS = 64  # rows of logits computed and copied at a time by `logits`
 POLL_CHECK_S = 0.05  # a post this late: ask the device whether it still runs
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A captured step; `posts`: it chooses an id and posts it to the ring."""
+
+    graph: Graph
+    posts: bool
 
 
 class DeviceRunner:
@@ -83,8 +92,8 @@ class DeviceRunner:
         self._launched += 1
         return capture.graph
 
-    def _step(self) -> None:
-        decode_step(self.device, self.config, self.weights, self.cache, self.rope, self.decode)
+    def _step(self, options: StepOptions = DEFAULT) -> None:
+        decode_step(self.device, self.config, self.weights, self.cache, self.rope, self.decode, options)
 
     @property
     def host_syncs(self) -> int:
@@ -157,19 +166,29 @@ class DeviceRunner:
         b, out = self.decode, np.empty((len(ids), self.config.V), np.float32)
         for pos, token in enumerate(ids):
             b.sampler.set_position(token, pos)
-            decode_step(self.device, self.config, self.weights, self.cache, self.rope, b, choose=False)
+            self._step(StepOptions(skip=frozenset({"sample"})))
             out[pos] = b.logits.download()
         return out
 
-    def replay(self, context: int, steps: int) -> None:
-        """Queue `steps` decode steps from position `context` on, whatever the cache holds there: for benches."""
-        graph = self._live_graph()
+    def capture_step(self, options: StepOptions) -> StepGraph:
+        """One step launched otherwise, to give to `replay`: for benches."""
+        with self.device.capture() as capture:
+            self._step(options)
+        return StepGraph(capture.graph, posts="sample" not in options.skip)
+
+    def replay(self, context: int, steps: int, step: StepGraph | None = None) -> None:
+        """Queue `steps` decode steps (or replays of `step`) from position `context` on: for benches.
+
+        The keys before that position are whatever the cache holds.
+        """
+        live = StepGraph(self._live_graph(), posts=True)
+        step = step or live
         if context + steps > self.max_model_len:
             raise QwenRawError(f"{steps} steps from position {context} on do not fit {self.max_model_len} positions")
         self.decode.sampler.set_position(0, context)
         for _ in range(steps):
-            graph.launch()
-        self._launched += steps
+            step.graph.launch()
+        self._launched += steps if step.posts else 0
 
     def _live_graph(self) -> Graph:
         if self._graph is None:

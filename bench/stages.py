@@ -1,0 +1,108 @@
+"""Where a decode step's time goes: the step's time less its time without one stage.
+
+    python -m bench.stages [--model SPEC[:DTYPE] …] [--context N …] [--blocks-per-sm N …]
+
+A stage costs what the step saves when the stage is left out of the captured graph, in every layer. Stages overlap
+at their boundaries, so the figures need not add up to the step; the rest is printed as "other". The share of the read
+ceiling counts the stage's weights, or for attention the keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.common import RESULTS, environment, read_ceiling, save, time_ms
+from bench.decode import split_spec
+from loaders.resolve import open_model
+from qwen_raw.driver.device import CudaDevice
+from qwen_raw.model.decode import STAGES, StepOptions
+from qwen_raw.model.runner import DeviceRunner
+
+STEPS = 64
+
+
+def stage_bytes(runner: DeviceRunner, stage: str, context: int) -> int:
+    """Bytes that one step reads for a stage."""
+    layers = runner.weights.layers
+    if stage == "head":
+        return runner.weights.head.nbytes
+    if stage == "attn":
+        return runner.config.kv_bytes_per_token() * (context + STEPS // 2)
+    if stage == "gate_up":
+        return sum(x.gate.nbytes + x.up.nbytes for x in layers)
+    if stage in ("qkv", "o", "down"):
+        return sum(getattr(x, stage).nbytes for x in layers)
+    return 0
+
+
+def step_us(dev: CudaDevice, runner: DeviceRunner, options: StepOptions, context: int) -> float:
+    """Median microseconds of a step with `options`, replayed back to back."""
+    step = runner.capture_step(options)
+    timing = time_ms(dev, lambda: runner.replay(context, STEPS, step), repeats=5)
+    step.graph.close()
+    return timing.median * 1e3 / STEPS
+
+
+def measure(
+    dev: CudaDevice, runner: DeviceRunner, model: str, context: int, blocks: int | None, ceiling: float
+) -> list[dict[str, Any]]:
+    """One row for the step and one a stage."""
+    whole = step_us(dev, runner, StepOptions(blocks_per_sm=blocks), context)
+    common = {"model": model, "dtype": runner.dtype, "context": context, "blocks_per_sm": blocks}
+    rows: list[dict[str, Any]] = [common | {"stage": "step", "us": whole, "tok_s": 1e6 / whole}]
+    print(
+        f"{model} {runner.dtype}, context {context}, blocks/SM {blocks or 'default'}: "
+        f"{whole:.1f} µs, {1e6 / whole:.1f} tok/s"
+    )
+    for stage in STAGES:
+        us = whole - step_us(dev, runner, StepOptions(skip=frozenset({stage}), blocks_per_sm=blocks), context)
+        nbytes, calls = (
+            stage_bytes(runner, stage, context),
+            1 if stage in ("embed", "head", "sample") else runner.config.L,
+        )
+        row: dict[str, Any] = {"stage": stage, "us": us, "us_each": us / calls, "bytes": nbytes}
+        share = nbytes / (us * 1e-6) / ceiling if nbytes and us > 0 else 0.0
+        rows.append(common | row | {"of_read": share})
+        print(
+            f"    {stage:8} {us:8.1f} µs  {us / calls:7.2f} µs each  {100 * us / whole:5.1f} %  {share:6.3f} of read",
+            flush=True,
+        )
+    other = whole - sum(row["us"] for row in rows[1:])
+    rows.append(common | {"stage": "other", "us": other})
+    print(f"    {'other':8} {other:8.1f} µs")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="the stages of a decode step")
+    parser.add_argument("--model", action="append", metavar="SPEC[:DTYPE]", help="repeatable; default random:7b:bf16")
+    parser.add_argument("--context", nargs="+", type=int, default=[0])
+    parser.add_argument("--blocks-per-sm", nargs="+", type=int, default=[0], help="0: the launchers' own choice")
+    parser.add_argument("--commit")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    a = parser.parse_args()
+    dev = CudaDevice(0)
+    ceiling = read_ceiling(dev)
+    print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")
+    rows = []
+    for spec in a.model or ["random:7b:bf16"]:
+        model, dtype = split_spec(spec)
+        checkpoint = open_model(model, dtype)
+        length = max(a.context) + 2 * STEPS
+        runner = DeviceRunner(
+            dev, checkpoint, dtype=dtype, max_model_len=length, text_vocab=checkpoint.config.V, owns_device=False
+        )
+        for context in a.context:
+            for blocks in a.blocks_per_sm:
+                rows += measure(dev, runner, model, context, blocks or None, ceiling)
+        runner.close()
+    save("stages", environment(dev, a.commit), rows, a.output)
+    dev.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
