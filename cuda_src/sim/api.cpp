@@ -7,11 +7,21 @@
 
 using namespace simt;
 
+static uint64_t give_text(const std::string& s, char* text, uint64_t bytes) {
+  if (bytes) {
+    const size_t n = std::min<size_t>(bytes - 1, s.size());
+    memcpy(text, s.data(), n);
+    text[n] = 0;
+  }
+  return s.size();
+}
+
 extern "C" {
 
 struct SimtOptions {
   uint64_t seed, rank_bytes;
   int random, weak_links, weak_local, adversary, race;
+  uint64_t trace;
 };
 
 struct SimtArgument {
@@ -46,6 +56,7 @@ SIMT_API World* simt_world_create(int ranks, const SimtOptions* o) {
   options.weak_local = o->weak_local;
   options.adversary = o->adversary;
   options.race = o->race;
+  options.trace = o->trace;
   options.rank_bytes = o->rank_bytes;
   return new World(ranks, options);
 }
@@ -113,14 +124,11 @@ SIMT_API void simt_host_synced(World* w, int rank) { w->host_synced(rank); }
 
 SIMT_API const char* simt_error(World* w) { return w->error.c_str(); }
 
-SIMT_API uint64_t simt_stuck(World* w, char* text, uint64_t bytes) {
-  const std::string s = w->stuck();
-  if (bytes) {
-    const size_t n = std::min<size_t>(bytes - 1, s.size());
-    memcpy(text, s.data(), n);
-    text[n] = 0;
-  }
-  return s.size();
+// Both copy as much of a text as fits, and return its whole length.
+SIMT_API uint64_t simt_stuck(World* w, char* text, uint64_t bytes) { return give_text(w->stuck(), text, bytes); }
+
+SIMT_API uint64_t simt_trace(World* w, char* text, uint64_t bytes) {
+  return give_text(w->trace ? w->trace->text(*w) : std::string(), text, bytes);
 }
 
 // The allocation that holds p: its bounds, or 0.

@@ -28,7 +28,8 @@ void Links::forward(const Thread& t, int to, void* value, const char* from, size
 }
 
 // Lands entry i, or an earlier one to the same address: one link keeps the order of stores to one place.
-void Links::land(World& w, Link& l, size_t i) {
+void Links::land(World& w, size_t link, size_t i) {
+  Link& l = links_[link];
   const PendingStore& chosen = l.queue[i];
   for (size_t j = 0; j < i; j++) {
     const PendingStore& s = l.queue[j];
@@ -40,7 +41,7 @@ void Links::land(World& w, Link& l, size_t i) {
   const PendingStore s = l.queue[i];
   l.queue.erase(l.queue.begin() + long(i));
   pending_--;
-  apply(w, s.to, s.data, s.bytes, s.add, s.carried);
+  apply(w, int(link) / ranks_, s.to, s.data, s.bytes, s.add, s.carried);
 }
 
 template <class Which>
@@ -52,7 +53,7 @@ void Links::drain_if(World& w, int from, Which which) {
     for (const PendingStore& s : queue) (which(s, to) ? out : stay).push_back(s);
     queue.swap(stay);
     pending_ -= out.size();
-    for (const PendingStore& s : out) apply(w, s.to, s.data, s.bytes, s.add, s.carried);
+    for (const PendingStore& s : out) apply(w, from, s.to, s.data, s.bytes, s.add, s.carried);
   }
 }
 
@@ -89,9 +90,10 @@ void Links::drain(World& w, int from) {
 void Links::tick(World& w) {
   if (w.options.adversary && w.steps >= next_strategy_) new_strategy(w);
   for (int k = 0; k < 2 && pending_; k++) {
-    Link& l = links_[w.random.below(uint32_t(links_.size()))];
+    const size_t which = w.random.below(uint32_t(links_.size()));
+    Link& l = links_[which];
     if (l.queue.empty() || !l.rate || w.random.next() > l.rate) continue;
-    for (uint32_t n = 1 + w.random.below(4); n && !l.queue.empty(); n--) land(w, l, w.random.below(uint32_t(l.queue.size())));
+    for (uint32_t n = 1 + w.random.below(4); n && !l.queue.empty(); n--) land(w, which, w.random.below(uint32_t(l.queue.size())));
   }
 }
 
@@ -100,9 +102,10 @@ bool Links::force(World& w) {
   const size_t start = w.random.below(uint32_t(links_.size()));
   for (int stalled = 0; stalled < 2; stalled++)
     for (size_t k = 0; k < links_.size(); k++) {
-      Link& l = links_[(start + k) % links_.size()];
+      const size_t which = (start + k) % links_.size();
+      Link& l = links_[which];
       if (l.queue.empty() || (!stalled && !l.rate)) continue;
-      land(w, l, w.random.below(uint32_t(l.queue.size())));
+      land(w, which, w.random.below(uint32_t(l.queue.size())));
       return true;
     }
   return false;

@@ -50,7 +50,7 @@ class Links {
   };
   Link& link(int from, int to) { return links_[size_t(from) * size_t(ranks_) + size_t(to)]; }
   const Link& link(int from, int to) const { return links_[size_t(from) * size_t(ranks_) + size_t(to)]; }
-  void land(World& w, Link& l, size_t i);
+  void land(World& w, size_t link, size_t i);
   template <class Which>
   void drain_if(World& w, int from, Which which);
 
@@ -61,6 +61,6 @@ class Links {
 };
 
 // Perform a store or reduction on memory and wake whoever polls there.
-void apply(World& w, char* to, const void* data, size_t bytes, bool add, const std::shared_ptr<const Clock>& carried);
+void apply(World& w, int from, char* to, const void* data, size_t bytes, bool add, const std::shared_ptr<const Clock>& carried);
 
 }  // namespace simt

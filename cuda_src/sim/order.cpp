@@ -44,9 +44,10 @@ void store_or_add(void* dst, const void* src, size_t bytes, bool add, Order orde
   if (releases(order)) world->links.fence_system(*world, *t);
   std::shared_ptr<const Clock> carried;
   if (world->race) carried = world->race->stored(*t, dst, bytes, releases(order), place);
+  note(Event::STORE, dst, src, bytes, place);
   const bool late = owner >= 0 && world->options.weak_links && (owner != mine || world->options.weak_local);
   if (!late) {
-    apply(*world, static_cast<char*>(dst), src, bytes, add, carried);
+    apply(*world, mine, static_cast<char*>(dst), src, bytes, add, carried);
   } else {
     // A 16-byte store is not one access to the memory model: its words may land apart.
     for (size_t i = 0; i < bytes; i += 4) {
@@ -89,6 +90,7 @@ void load(void* dst, const void* src, size_t bytes, Order order, Place place) {
   memcpy(dst, src, bytes);
   if (world->race) world->race->loaded(*t, src, bytes, acquires(order), place);
   if (owner >= 0 && world->links.pending()) world->links.forward(*t, owner, dst, static_cast<const char*>(src), bytes);
+  note(Event::LOAD, src, dst, bytes, place);
   if (!sleep_if_polling(*t, src, bytes, place)) give_way(world->chance_load);
 }
 
@@ -107,6 +109,7 @@ uint64_t atomic(void* p, size_t bytes, Modify modify, uint64_t a, uint64_t b, Or
   uint64_t old = 0;
   memcpy(&old, p, bytes);
   const uint64_t next = modify(old, a, b);
+  note(Event::ATOMIC, p, &next, bytes, place);
   if (next == old) {  // a failed compare-and-swap, say: it may be a poll
     sleep_if_polling(*t, p, bytes, place);
     return old;
@@ -120,13 +123,14 @@ uint64_t atomic(void* p, size_t bytes, Modify modify, uint64_t a, uint64_t b, Or
 void fence(Scope scope, Place place) {
   Thread* t = running_thread();
   t->place = place;
+  note(Event::FENCE, nullptr, nullptr, 0, place);
   if (world->race) world->race->fence(*t);
   if (scope == Scope::SYSTEM) world->links.fence_system(*world, *t);
   if (scope == Scope::GPU) world->links.fence_gpu(*world, *t);
   if (scope != Scope::BLOCK) give_way(world->chance_store);
 }
 
-void apply(World& w, char* to, const void* data, size_t bytes, bool add, const std::shared_ptr<const Clock>& carried) {
+void apply(World& w, int from, char* to, const void* data, size_t bytes, bool add, const std::shared_ptr<const Clock>& carried) {
   if (add) {
     uint32_t old, more;
     memcpy(&old, to, 4);
@@ -136,6 +140,7 @@ void apply(World& w, char* to, const void* data, size_t bytes, bool add, const s
   } else {
     memcpy(to, data, bytes);
   }
+  note_landing(w, to, to, bytes, from);
   if (w.race) w.race->landed(to, carried, add);
   w.wake(to, bytes);
 }

@@ -11,7 +11,8 @@ ThreadView* current = nullptr;
 World* world = nullptr;
 
 World::World(int n, const Options& o)
-    : options(o), random(o.seed), memory(n, o.rank_bytes), ranks(size_t(n)), links(n), race(o.race ? new Race(*this) : nullptr) {
+    : options(o), random(o.seed), memory(n, o.rank_bytes), ranks(size_t(n)), links(n), race(o.race ? new Race(*this) : nullptr),
+      trace(o.trace ? new Trace(o.trace) : nullptr) {
   if (!options.random) return;
   static const uint32_t chances[3] = {~0u, 1u << 31, 1u << 28};
   chance_load = chances[random.below(3)];

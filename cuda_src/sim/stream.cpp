@@ -57,14 +57,14 @@ bool World::start_more(bool beyond_width) {
     for (size_t i = 0; i < r.active.size(); i++) {
       Launch& l = *r.active[i];
       const uint32_t room = std::min(l.resident_limit, beyond_width ? l.resident + 1 : width);
-      while (l.next_block < l.order.size() && l.resident < room) start_block(r, l), any = true;
+      while (l.next_block < l.order.size() && l.resident < room) start_block(l), any = true;
     }
     if (any && !options.random) return true;
   }
   return any;
 }
 
-void World::start_block(Rank& r, Launch& l) {
+void World::start_block(Launch& l) {
   const uint32_t i = l.order[l.next_block++], n = l.block.x * l.block.y * l.block.z;
   std::unique_ptr<Block> owned;
   if (!spare.empty()) {
@@ -114,6 +114,7 @@ void World::start_block(Rank& r, Launch& l) {
   l.resident++;
   progress++;
   if (race) race->block_started(*b);
+  if (trace) trace->add({Event::BLOCK_START, uint8_t(l.rank), 0, l.seq, i, 0, steps, l.entry->name, nullptr, {nullptr, 0}, {}});
   for (Warp& w : b->warps) make_ready(w, w.live);
 }
 

@@ -10,6 +10,7 @@
 #include "link.h"
 #include "memory.h"
 #include "runtime.h"
+#include "trace.h"
 
 namespace simt {
 
@@ -125,6 +126,7 @@ struct Options {
   bool weak_local = false;   // volatile stores to the own rank too
   bool adversary = true;     // seed-chosen strategy; false: uniform
   bool race = false;         // vector clocks (kernels must be compiled with -fsanitize=thread)
+  size_t trace = 0;            // events to remember
   size_t rank_bytes = size_t(4) << 30;
 };
 
@@ -173,7 +175,7 @@ struct World {
   Thread* thread_done(Thread* t);          // the running thread has returned; what to run next
   bool start_more(bool beyond_width);
   bool start_next_launch(Rank& rank);
-  void start_block(Rank& rank, Launch& launch);
+  void start_block(Launch& launch);
   void finish_block(Block* b);
   void block_triggered(Block* b);
   void launch_complete(Rank& rank, Launch& launch);
@@ -197,6 +199,7 @@ struct World {
   std::vector<Rank> ranks;
   Links links;
   std::unique_ptr<Race> race;
+  std::unique_ptr<Trace> trace;
   Fiber main;
   std::vector<std::unique_ptr<Block>> running;
   std::vector<std::unique_ptr<Block>> spare;

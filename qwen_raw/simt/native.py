@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,7 @@ class Options(Structure):
         ("weak_local", c_int),
         ("adversary", c_int),
         ("race", c_int),
+        ("trace", c_uint64),
     )
 
 
@@ -127,6 +129,8 @@ class Runtime:
         lib.simt_error.argtypes = [c_void_p]
         lib.simt_stuck.restype = c_uint64
         lib.simt_stuck.argtypes = [c_void_p, c_char_p, c_uint64]
+        lib.simt_trace.restype = c_uint64
+        lib.simt_trace.argtypes = [c_void_p, c_char_p, c_uint64]
         lib.simt_find.argtypes = [c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_uint64)]
         lib.simt_stats.argtypes = [c_void_p, POINTER(Stats)]
 
@@ -183,9 +187,16 @@ class Runtime:
 
     def stuck(self, world: int) -> str:
         """Who waits for what."""
-        size = int(self._lib.simt_stuck(world, None, 0)) + 1
+        return self._text(self._lib.simt_stuck, world)
+
+    def trace(self, world: int) -> str:
+        """The remembered events, one a line, oldest first."""
+        return self._text(self._lib.simt_trace, world)
+
+    def _text(self, function: Any, world: int) -> str:
+        size = int(function(world, None, 0)) + 1
         text = ctypes.create_string_buffer(size)
-        self._lib.simt_stuck(world, text, size)
+        function(world, text, size)
         return text.value.decode(errors="replace")
 
     def find(self, world: int, ptr: int) -> tuple[int, int] | None:

@@ -25,7 +25,8 @@ class SimWorld:
     `race`: kernels are instrumented; every access is checked for races, bounds, alignment and, in shared memory, for
     having been written. `sanitize`: "address" compiles kernels with AddressSanitizer and UndefinedBehaviorSanitizer,
     which works only in a process started by `python -m qwen_raw.simt.run`.
-    `memory`: bytes a rank. `library`: compiled code to share with other worlds; it must be of the same variant.
+    `memory`: bytes a rank. `trace`: how many of the last observable accesses to remember. `library`: compiled code to
+    share with other worlds; it must be of the same variant.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class SimWorld:
         race: bool = False,
         sanitize: Literal["address"] | None = None,
         memory: int = 4 << 30,
+        trace: int = 0,
         library: Library | None = None,
     ) -> None:
         variant = variant_of(race, sanitize)
@@ -56,6 +58,7 @@ class SimWorld:
             weak_local=weak_local,
             adversary=adversary,
             race=race,
+            trace=trace,
         )
         self._keep: list[Prepared] = []
         self._held = False
@@ -146,6 +149,15 @@ class SimWorld:
     def stats(self) -> Stats:
         """Scheduling steps and other counters since the beginning."""
         return self.runtime.stats(self.handle)
+
+    def trace(self) -> str:
+        """The last observable accesses, one a line: step, rank, kernel and launch, block, thread, access, value, place.
+
+        "lands": a store, whose line is further up, becomes visible to other ranks. Works after a failure too.
+        """
+        if self._handle is None:
+            raise QwenRawError("the simulated device has been closed")
+        return self.library.relative(self.runtime.trace(self._handle))
 
     def close(self) -> None:
         """Frees everything; a second call does nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -176,6 +177,21 @@ def test_deadlock_names_every_rank_that_waits(new_world: NewWorld, seed: int | N
     assert "kernel signal_right, rank 0, block (0,0,0): poll argument peers + 0 (2048 bytes), links.cu:" in str(
         caught.value
     )
+
+
+def test_a_trace_shows_the_flag_overtaking_the_payload(new_world: NewWorld) -> None:
+    for seed in range(40):
+        with new_world(2, seed=seed, trace=2000) as world:
+            if all(got == expected for got, expected in Ring(world).put("put_unfenced", 40)):
+                continue
+            lines = world.trace().splitlines()
+        assert re.match(r" *\d+  rank \d  put_unfenced #\d+  block 0  thread \d+  ", lines[0])
+        flags = [i for i, text in enumerate(lines) if "lands rank" in text and "memory + 0 of" in text]
+        payloads = [i for i, text in enumerate(lines) if "lands rank" in text and "memory + 160 of" in text]
+        assert flags and payloads and min(flags) < max(payloads)
+        assert any("load rank" in text and "= 00000001  links.cu:" in text for text in lines)
+        return
+    pytest.fail("no seed failed")
 
 
 def test_a_world_has_at_most_eight_ranks(new_world: NewWorld) -> None:
