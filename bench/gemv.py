@@ -25,19 +25,21 @@ from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
 from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
+from qwen_raw.kernels.gemv_fp8_mma import GEMV as GEMV_FP8_MMA
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 ROTATE_BYTES = 512 << 20
 LAUNCHES = 64
 EPS = 1e-6
+GEMVS = {"bf16": GEMV_BF16, "fp8": GEMV_FP8, "fp8_mma": GEMV_FP8_MMA}
 
 
 class Case:
     """One product on its own buffers: `launch(i)` uses the i-th copy of the weights."""
 
-    def __init__(self, dev: CudaDevice, c: ModelConfig, op: str, fp8: bool, tp: int) -> None:
-        self.dev, self.op, self.gemv = dev, op, GEMV_FP8 if fp8 else GEMV_BF16
+    def __init__(self, dev: CudaDevice, c: ModelConfig, op: str, gemv: Gemv, tp: int) -> None:
+        self.dev, self.op, self.gemv, fp8 = dev, op, gemv, gemv.fp8
         heads, kv = c.H // tp, max(1, c.KV // tp)
         qkv_rows = (heads + 2 * kv) * c.HD
         self.N, self.K = {
@@ -110,9 +112,9 @@ def measure(dev: CudaDevice, size: str, tp: int, dtype: str, blocks: list[int], 
     """One row a product and blocks-per-SM setting (0: the launcher's own choice)."""
     rows = []
     for op in ("qkv", "o", "gate_up", "down", "head"):
-        if op == "head" and dtype == "fp8":
+        if op == "head" and dtype != "bf16":
             continue
-        case = Case(dev, SIZES[size], op, dtype == "fp8", tp)
+        case = Case(dev, SIZES[size], op, GEMVS[dtype], tp)
         for n in blocks:
             grid = n * dev.sm_count or None
             try:
@@ -121,13 +123,13 @@ def measure(dev: CudaDevice, size: str, tp: int, dtype: str, blocks: list[int], 
                 print(f"{size:5} tp{tp} {dtype} {op:8} blocks/SM {n}: {error}")
                 continue
             rate = case.nbytes / (us * 1e-6)
-            C, threads = case.gemv.variant({"o": "add", "down": "add"}.get(op, op), case.K)
+            engine = case.gemv.engines.engine({"o": "add", "down": "add"}.get(op, op), case.K)
             row = {"model": size, "tp": tp, "dtype": dtype, "op": op, "N": case.N, "K": case.K, "blocks_per_sm": n}
-            row |= {"C": C, "threads": threads, "us": us, "gb_s": rate / 1e9}
+            row |= {"kernels": case.gemv.stem + engine.suffix, "threads": engine.threads, "us": us, "gb_s": rate / 1e9}
             rows.append(row | {"of_read": rate / ceiling})
             print(
                 f"{size:5} tp{tp} {dtype} {op:8} {f'{case.N}×{case.K}':14} blocks/SM {n} "
-                f"c{C} {threads:4} thr "
+                f"{case.gemv.stem + engine.suffix} {engine.threads:4} thr "
                 f"{us:8.2f} µs {rate / 1e9:7.0f} GB/s {rate / ceiling:6.3f}",
                 flush=True,
             )
@@ -138,7 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="decode's matrix-vector products")
     parser.add_argument("--model", nargs="+", default=["7b"], choices=list(SIZES))
     parser.add_argument("--tp", nargs="+", type=int, default=[1])
-    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8", "fp8_mma"], choices=list(GEMVS))
     parser.add_argument("--blocks-per-sm", nargs="+", type=int, default=[0], help="0: the launcher's own choice")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)

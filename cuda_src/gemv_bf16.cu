@@ -1,4 +1,4 @@
-// gemv_bf16.cu - decode's four matrix-vector products with bf16 weights. The body, its layout and its PRECONDs: include/gemv.cuh.
+// gemv_bf16.cu - decode's four matrix-vector products with bf16 weights. The body, its layout and its PRECONDs: include/gemv.cuh and include/gemv_fma.cuh.
 //
 // gemv_add_bf16     h[N] += W[N,K]·x[K]                                  O-projection, down-projection
 // gemv_swiglu_bf16  act[I] = silu(Wg·n)·(Wu·n),  n = RMSNorm(h)[K]       gate and up
@@ -6,6 +6,7 @@
 // gemv_logits_bf16  logits[V] = W[V,K]·n                                 LM head
 // Each in variants _c1, _c2, … _c8: packs of a row that a thread holds; C·R = 8 packs are in flight a thread. minimum arch: sm_80
 #include "include/gemv.cuh"
+#include "include/gemv_fma.cuh"
 
 // For sm_100 to sm_119 the compilers spill at half of the registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
@@ -20,43 +21,43 @@ constexpr int NORMED_C1_BLOCKS = 2;
                                                       const bf16* w, /* [N, K] */        \
                                                       int N, int K) {                    \
     DYN_SHARED(float, shared);                                                           \
-    gemv_add<WeightBf16, C, R>(h, x, w, nullptr, N, K, shared);                          \
+    gemv_add<Fma<WeightBf16, C, R, false>>(h, x, w, nullptr, N, K, shared);              \
   }
 GEMV_ADD(1, 8, 512, 2)
 GEMV_ADD(2, 4, 512, 1)
 GEMV_ADD(4, 2, 640, 1)
 GEMV_ADD(8, 1, 512, 1)
 
-#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                         \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_bf16_c##C(bf16* act,          /* [I] */                                             \
-                                                         const float* h,     /* [K] residual stream */                             \
-                                                         const bf16* g,      /* [K] RMSNorm weight */                              \
-                                                         const bf16* w_gate, /* [I, K] */                                          \
-                                                         const bf16* w_up,   /* [I, K] */                                          \
-                                                         int I, int K, float eps) {                                                \
-    DYN_SHARED(float, shared);                                                                                                     \
-    gemv_swiglu<WeightBf16, C, R>(act, h, g, w_gate, nullptr, w_up, nullptr, I, K, eps, shared);                                   \
-  }                                                                                                                                \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_bf16_c##C(bf16* q,            /* [H, HD] */                                            \
-                                                      bf16* k_cache,      /* [KV, max_len, HD] of this layer */                    \
-                                                      bf16* v_cache,      /* [KV, max_len, HD] */                                  \
-                                                      const float* h,     /* [K] */                                                \
-                                                      const bf16* g,      /* [K] */                                                \
-                                                      const bf16* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */         \
-                                                      const float* bias,  /* [(H + 2·KV)·HD] */                                    \
-                                                      const float2* rope, /* [max_len, HD/2] {cos, sin} */                         \
-                                                      const int32_t* pos, /* [1] the token's position, < max_len */                \
-                                                      int H, int KV, int log_half, int max_len, int K, float eps) {                \
-    DYN_SHARED(float, shared);                                                                                                     \
-    gemv_qkv<WeightBf16, C, R>(q, k_cache, v_cache, h, g, w, nullptr, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
-  }                                                                                                                                \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_logits_bf16_c##C(float* logits,  /* [V] */                                                 \
-                                                         const float* h, /* [K] */                                                 \
-                                                         const bf16* g,  /* [K] */                                                 \
-                                                         const bf16* w,  /* [V, K] */                                              \
-                                                         int V, int K, float eps) {                                                \
-    DYN_SHARED(float, shared);                                                                                                     \
-    gemv_logits<WeightBf16, C, R>(logits, h, g, w, V, K, eps, shared);                                                             \
+#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                                    \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_bf16_c##C(bf16* act,          /* [I] */                                                        \
+                                                         const float* h,     /* [K] residual stream */                                        \
+                                                         const bf16* g,      /* [K] RMSNorm weight */                                         \
+                                                         const bf16* w_gate, /* [I, K] */                                                     \
+                                                         const bf16* w_up,   /* [I, K] */                                                     \
+                                                         int I, int K, float eps) {                                                           \
+    DYN_SHARED(float, shared);                                                                                                                \
+    gemv_swiglu<Fma<WeightBf16, C, R, true>>(act, h, g, w_gate, nullptr, w_up, nullptr, I, K, eps, shared);                                   \
+  }                                                                                                                                           \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_bf16_c##C(bf16* q,            /* [H, HD] */                                                       \
+                                                      bf16* k_cache,      /* [KV, max_len, HD] of this layer */                               \
+                                                      bf16* v_cache,      /* [KV, max_len, HD] */                                             \
+                                                      const float* h,     /* [K] */                                                           \
+                                                      const bf16* g,      /* [K] */                                                           \
+                                                      const bf16* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */                    \
+                                                      const float* bias,  /* [(H + 2·KV)·HD] */                                               \
+                                                      const float2* rope, /* [max_len, HD/2] {cos, sin} */                                    \
+                                                      const int32_t* pos, /* [1] the token's position, < max_len */                           \
+                                                      int H, int KV, int log_half, int max_len, int K, float eps) {                           \
+    DYN_SHARED(float, shared);                                                                                                                \
+    gemv_qkv<Fma<WeightBf16, C, R, true>>(q, k_cache, v_cache, h, g, w, nullptr, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
+  }                                                                                                                                           \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_logits_bf16_c##C(float* logits,  /* [V] */                                                            \
+                                                         const float* h, /* [K] */                                                            \
+                                                         const bf16* g,  /* [K] */                                                            \
+                                                         const bf16* w,  /* [V, K] */                                                         \
+                                                         int V, int K, float eps) {                                                           \
+    DYN_SHARED(float, shared);                                                                                                                \
+    gemv_logits<Fma<WeightBf16, C, R, true>>(logits, h, g, w, V, K, eps, shared);                                                             \
   }
 GEMV_NORMED(1, 8, 512, NORMED_C1_BLOCKS)
 GEMV_NORMED(2, 4, 512, 1)

@@ -7,6 +7,7 @@
 // (gemv_bf16.cu). Weights are widened e4m3 → f16 → f32, exactly; sums are fp32.
 // minimum arch: sm_80 (the conversion is one instruction from sm_89 on, software below)
 #include "include/gemv.cuh"
+#include "include/gemv_fma.cuh"
 
 // Where the compiler would spill: below sm_89 the conversion in software takes the registers of a second row in flight; for sm_100 to
 // sm_119 NVRTC 12.9 needs more than half of the registers.
@@ -25,37 +26,37 @@ constexpr int ADD_C4_ROWS = 2, NORMED_C1_BLOCKS = 2;
                                                      const float* scale, /* [N] */           \
                                                      int N, int K) {                         \
     DYN_SHARED(float, shared);                                                               \
-    gemv_add<WeightE4m3, C, R>(h, x, w, scale, N, K, shared);                                \
+    gemv_add<Fma<WeightE4m3, C, R, false>>(h, x, w, scale, N, K, shared);                    \
   }
 GEMV_ADD(1, 8, 256, 2)
 GEMV_ADD(2, 4, 512, 1)
 GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
 
-#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                       \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_fp8_c##C(bf16* act,           /* [I] */                                           \
-                                                        const float* h,      /* [K] residual stream */                           \
-                                                        const bf16* g,       /* [K] RMSNorm weight */                            \
-                                                        const e4m3* w_gate,  /* [I, K] */                                        \
-                                                        const float* s_gate, /* [I] */                                           \
-                                                        const e4m3* w_up,    /* [I, K] */                                        \
-                                                        const float* s_up,   /* [I] */                                           \
-                                                        int I, int K, float eps) {                                               \
-    DYN_SHARED(float, shared);                                                                                                   \
-    gemv_swiglu<WeightE4m3, C, R>(act, h, g, w_gate, s_gate, w_up, s_up, I, K, eps, shared);                                     \
-  }                                                                                                                              \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_fp8_c##C(bf16* q,            /* [H, HD] */                                           \
-                                                     bf16* k_cache,      /* [KV, max_len, HD] of this layer */                   \
-                                                     bf16* v_cache,      /* [KV, max_len, HD] */                                 \
-                                                     const float* h,     /* [K] */                                               \
-                                                     const bf16* g,      /* [K] */                                               \
-                                                     const e4m3* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */        \
-                                                     const float* scale, /* [(H + 2·KV)·HD] */                                   \
-                                                     const float* bias,  /* [(H + 2·KV)·HD] */                                   \
-                                                     const float2* rope, /* [max_len, HD/2] {cos, sin} */                        \
-                                                     const int32_t* pos, /* [1] the token's position, < max_len */               \
-                                                     int H, int KV, int log_half, int max_len, int K, float eps) {               \
-    DYN_SHARED(float, shared);                                                                                                   \
-    gemv_qkv<WeightE4m3, C, R>(q, k_cache, v_cache, h, g, w, scale, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
+#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                                  \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_fp8_c##C(bf16* act,           /* [I] */                                                      \
+                                                        const float* h,      /* [K] residual stream */                                      \
+                                                        const bf16* g,       /* [K] RMSNorm weight */                                       \
+                                                        const e4m3* w_gate,  /* [I, K] */                                                   \
+                                                        const float* s_gate, /* [I] */                                                      \
+                                                        const e4m3* w_up,    /* [I, K] */                                                   \
+                                                        const float* s_up,   /* [I] */                                                      \
+                                                        int I, int K, float eps) {                                                          \
+    DYN_SHARED(float, shared);                                                                                                              \
+    gemv_swiglu<Fma<WeightE4m3, C, R, true>>(act, h, g, w_gate, s_gate, w_up, s_up, I, K, eps, shared);                                     \
+  }                                                                                                                                         \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_fp8_c##C(bf16* q,            /* [H, HD] */                                                      \
+                                                     bf16* k_cache,      /* [KV, max_len, HD] of this layer */                              \
+                                                     bf16* v_cache,      /* [KV, max_len, HD] */                                            \
+                                                     const float* h,     /* [K] */                                                          \
+                                                     const bf16* g,      /* [K] */                                                          \
+                                                     const e4m3* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */                   \
+                                                     const float* scale, /* [(H + 2·KV)·HD] */                                              \
+                                                     const float* bias,  /* [(H + 2·KV)·HD] */                                              \
+                                                     const float2* rope, /* [max_len, HD/2] {cos, sin} */                                   \
+                                                     const int32_t* pos, /* [1] the token's position, < max_len */                          \
+                                                     int H, int KV, int log_half, int max_len, int K, float eps) {                          \
+    DYN_SHARED(float, shared);                                                                                                              \
+    gemv_qkv<Fma<WeightE4m3, C, R, true>>(q, k_cache, v_cache, h, g, w, scale, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
   }
 GEMV_NORMED(1, 8, 256, NORMED_C1_BLOCKS)
 GEMV_NORMED(2, 4, 512, 1)

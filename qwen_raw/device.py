@@ -107,6 +107,9 @@ class Device(Protocol):
     def kernel(self, stem: str, name: str) -> Kernel:
         """The entry point `name` of cuda_src/`stem`.cu, compiled (or taken from the cache) and loaded."""
 
+    def resident_blocks(self, kernel: Kernel, threads: int, smem: int) -> int:
+        """Blocks of `threads` threads and `smem` dynamic bytes that one multiprocessor holds at once; 0: none fits."""
+
     def launch(
         self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
     ) -> None:

@@ -161,6 +161,12 @@ class CudaDevice:
             raise QwenRawError(f"{path.name} could not be loaded on GPU {self.ordinal}: {error}") from error
         return raw, handle
 
+    def resident_blocks(self, kernel: Kernel, threads: int, smem: int) -> int:
+        """Blocks of `threads` threads and `smem` dynamic bytes that one multiprocessor holds at once; 0: none fits."""
+        if not isinstance(kernel, CudaKernel) or kernel.context is not self.context:
+            raise QwenRawError(f"{kernel!r} was asked about on GPU {self.ordinal}: load it with that device's kernel()")
+        return kernel.resident_blocks(threads, smem, self.smem_per_block)
+
     def launch(
         self,
         kernel: Kernel,

@@ -138,12 +138,26 @@ class CudaKernel:
     keep: object  # the CuPy kernel: unloads the module when it goes
     _dynamic_smem: int = 0  # what a launch may ask for so far, bytes
     _configs: dict[tuple[Geometry, int], Any] = field(default_factory=dict)
+    _resident: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._dynamic_smem = max(DEFAULT_SMEM - self.static_smem, 0)
 
     def __repr__(self) -> str:
         return f"CudaKernel({self.name} on GPU {self.context.ordinal})"
+
+    def resident_blocks(self, threads: int, smem: int, smem_limit: int) -> int:
+        """Blocks of this shape on one multiprocessor; asked of the driver once for each shape."""
+        found = self._resident.get((threads, smem))
+        if found is None:
+            found = 0
+            if smem + self.static_smem <= smem_limit:
+                self._allow_smem(smem, smem_limit)
+                self.context.use()
+                occupancy = self.context.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+                found = int(call(occupancy, self.function, threads, smem))
+            self._resident[threads, smem] = found
+        return found
 
     def abandon(self) -> None:
         """Never unload the module: its context has been lost, and CuPy would print the failure at exit."""

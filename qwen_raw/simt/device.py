@@ -129,6 +129,12 @@ class SimDevice:
         """
         return self.world.library.kernel(stem, name)
 
+    def resident_blocks(self, kernel: Kernel, threads: int, smem: int) -> int:
+        """As many as 2,048 threads and one multiprocessor's shared memory allow; registers are not simulated."""
+        if smem > self.smem_per_block:
+            return 0
+        return max(1, min(2048 // threads, self.smem_per_block // max(smem, 1)))
+
     def launch(
         self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
     ) -> None:
