@@ -63,19 +63,19 @@ def _payload(ends: SignalEnds, payload: Buffer) -> None:
     )
 
 
-def signal_put(ends: SignalEnds, payload: Buffer, *, pdl: bool = False) -> None:
+def signal_put(ends: SignalEnds, payload: Buffer, *, threads: int = THREADS, pdl: bool = False) -> None:
     """On the producer: hand `payload` over. Waits on the device while three hand-overs are not taken yet."""
     _payload(ends, payload)
     dims = [np.int32(x) for x in (*ends.ranks, ends.packs)]
     slots = np.uint64(ends.slots.ptr)
     args: list[Arg] = [payload, slots, ends.credit, ends.put_number, *dims, ends.limits[0].struct()]
-    ends.producer.launch(ends.producer.kernel(STEM, "signal_put"), (1, 1, 1), (THREADS, 1, 1), args, pdl=pdl)
+    ends.producer.launch(ends.producer.kernel(STEM, "signal_put"), (1, 1, 1), (threads, 1, 1), args, pdl=pdl)
 
 
-def signal_take(ends: SignalEnds, payload: Buffer, *, pdl: bool = False) -> None:
+def signal_take(ends: SignalEnds, payload: Buffer, *, threads: int = THREADS, pdl: bool = False) -> None:
     """On the consumer: wait on the device for the next hand-over, copy it to `payload`, free its slot."""
     _payload(ends, payload)
     dims = [np.int32(x) for x in (ends.ranks[1], ends.ranks[0], ends.packs)]
     slots = np.uint64(ends.slots.ptr)
     args: list[Arg] = [payload, slots, ends.credit, ends.take_number, *dims, ends.limits[1].struct()]
-    ends.consumer.launch(ends.consumer.kernel(STEM, "signal_take"), (1, 1, 1), (THREADS, 1, 1), args, pdl=pdl)
+    ends.consumer.launch(ends.consumer.kernel(STEM, "signal_take"), (1, 1, 1), (threads, 1, 1), args, pdl=pdl)

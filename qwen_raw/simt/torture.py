@@ -1,0 +1,193 @@
+"""Runs a protocol under many random schedules, and replays the one that broke it.
+
+    python -m qwen_raw.simt.torture allreduce_lamport --ranks 8 --seeds 1000
+    python -m qwen_raw.simt.torture allreduce_lamport --kernels tests/simt/bad/two_buffers --ranks 8 --replay 3
+
+A seed fixes everything: which thread runs when, which store is held back on which link, the payloads. `--kernels` names
+a folder whose files replace those of cuda_src with the same name. Exit code 1 if any seed failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.simt.cases import CASES
+from qwen_raw.simt.library import Library
+from qwen_raw.simt.world import SimWorld
+
+BATCH = 50  # seeds a worker takes at a time
+TRACED = 60  # accesses shown before a failure
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is run; the seed comes on top."""
+
+    case: str
+    ranks: int
+    kernels: str | None = None  # folder of replacements, or the project's own kernels
+    weak_local: bool = False
+    race: bool = False
+
+    def world(self, seed: int, library: Library, trace: int = 0) -> SimWorld:
+        return SimWorld(
+            self.ranks, seed=seed, weak_local=self.weak_local, race=self.race, trace=trace, library=library,
+            memory=64 << 20,
+        )  # fmt: skip
+
+    def library(self) -> Library:
+        folders = (Path(self.kernels).resolve(),) if self.kernels else ()
+        return Library("race" if self.race else "plain", kernel_folders=folders)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of many seeds."""
+
+    case: str
+    kernels: str | None
+    ranks: int
+    weak_local: bool
+    race: bool
+    first_seed: int
+    seeds: int
+    failed: int
+    first_failing: int | None
+    symptom: str | None
+    seconds: float
+
+    def line(self) -> str:
+        name = f"{self.case}{f' with {self.kernels}' if self.kernels else ''}"
+        options = f"{', local stores weak' if self.weak_local else ''}{', race checker' if self.race else ''}"
+        found = f", first {self.first_failing}: {self.symptom}" if self.failed else ""
+        return (
+            f"{name}, {self.ranks} ranks{options}: {self.seeds} seeds, {self.failed} failed "
+            f"({100 * self.failed / max(self.seeds, 1):.1f} %), {self.seeds / self.seconds:.0f} schedules/s{found}"
+        )
+
+
+def run_seed(setting: Setting, seed: int, library: Library, trace: int = 0) -> tuple[str, str] | None:
+    """(symptom, trace) of a failure, or None."""
+    with setting.world(seed, library, trace) as world:
+        try:
+            CASES[setting.case].run(world, np.random.default_rng(seed))
+        except QwenRawError as error:
+            return str(error), world.trace() if trace else ""
+    return None
+
+
+_libraries: dict[Setting, Library] = {}  # of this worker process: compiled kernels, loaded once
+
+
+def _batch(setting: Setting, seeds: range) -> list[tuple[int, str]]:
+    library = _libraries.setdefault(setting, setting.library())
+    found = ((seed, run_seed(setting, seed, library)) for seed in seeds)
+    return [(seed, failure[0]) for seed, failure in found if failure]
+
+
+def run(setting: Setting, seeds: int, *, first_seed: int = 0, jobs: int = 1) -> Report:
+    """Run `seeds` schedules from `first_seed` on, on `jobs` processes."""
+    check(setting)
+    began = time.monotonic()
+    last = first_seed + seeds
+    batches = [range(at, min(at + BATCH, last)) for at in range(first_seed, last, BATCH)]
+    if jobs > 1:
+        setting.library()  # compiled once, before the workers look for it
+        with ProcessPoolExecutor(jobs) as pool:
+            results = list(pool.map(_batch, [setting] * len(batches), batches))
+    else:
+        results = [_batch(setting, batch) for batch in batches]
+    failures = [failure for result in results for failure in result]
+    first, symptom = failures[0] if failures else (None, None)
+    return Report(
+        case=setting.case,
+        kernels=setting.kernels,
+        ranks=setting.ranks,
+        weak_local=setting.weak_local,
+        race=setting.race,
+        first_seed=first_seed,
+        seeds=seeds,
+        failed=len(failures),
+        first_failing=first,
+        symptom=symptom.splitlines()[0] if symptom else None,
+        seconds=round(time.monotonic() - began, 2),
+    )
+
+
+def check(setting: Setting) -> None:
+    """Raises UsageError for a case, a number of ranks or a folder that cannot be run."""
+    if setting.case not in CASES:
+        raise UsageError(f"no case {setting.case!r}: there are {', '.join(CASES)}")
+    least = CASES[setting.case].least_ranks
+    if not least <= setting.ranks <= 8:
+        raise UsageError(f"{setting.case} runs on {least} to 8 ranks, not {setting.ranks}")
+    if setting.kernels and not any(Path(setting.kernels).glob("*.cu")):
+        raise UsageError(f"{setting.kernels} is not a folder with .cu files")
+
+
+def replay(setting: Setting, seed: int) -> int:
+    """Run one seed and print what led to its failure. Returns the exit code."""
+    check(setting)
+    failure = run_seed(setting, seed, setting.library(), TRACED)
+    if failure is None:
+        print(f"seed {seed}: no failure")
+        return 0
+    print(failure[1])
+    print(f"seed {seed}: {failure[0]}")
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m qwen_raw.simt.torture", description="protocols under random schedules"
+    )
+    parser.add_argument("kernel", nargs="?", metavar="KERNEL", help=", ".join(CASES))
+    parser.add_argument("--list", action="store_true", help="what there is to run")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--weak-local", action="store_true", help="volatile stores to own memory are delayed too")
+    parser.add_argument("--race", action="store_true", help="with the race checker: ten times slower")
+    parser.add_argument("--kernels", metavar="FOLDER", help="kernels that replace those of the same name")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed alone, with a trace")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the report to a JSON list")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    a = _parser().parse_args(arguments)
+    if a.list or a.kernel is None:
+        for case in CASES.values():
+            print(f"{case.name:18} {case.what} ({case.least_ranks} to 8 ranks)")
+        return 0 if a.list else 2
+    setting = Setting(a.kernel, a.ranks, a.kernels, a.weak_local, a.race)
+    try:
+        if a.replay is not None:
+            return replay(setting, a.replay)
+        if a.seeds < 1 or a.jobs < 1:
+            raise UsageError("--seeds and --jobs are at least 1")
+        report = run(setting, a.seeds, first_seed=a.first_seed, jobs=a.jobs)
+    except QwenRawError as error:
+        print(f"torture: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    print(report.line())
+    if a.json:
+        reports = json.loads(a.json.read_text()) if a.json.exists() else []
+        a.json.write_text(json.dumps([*reports, asdict(report)], indent=1) + "\n")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
