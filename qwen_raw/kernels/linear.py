@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qwen_raw.device import BF16, E4M3, F32, Buffer
-from qwen_raw.errors import require
+from qwen_raw.errors import QwenRawError, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,5 +42,7 @@ def check_linear(w: Linear, fp8: bool) -> None:
 
 def check_buffer(b: Buffer, shape: tuple[int, ...], dtype: object, name: str) -> None:
     """PRECOND: exactly this shape and type, 16-byte aligned."""
-    require(b.shape == shape and b.dtype == dtype, f"{name} is {b.dtype}{list(b.shape)}, expected {dtype}{list(shape)}")
-    require(b.ptr % 16 == 0, f"{name} at {b.ptr:#x} is not 16-byte aligned")
+    if b.shape != shape or b.dtype != dtype:
+        raise QwenRawError(f"{name} is {b.dtype}{list(b.shape)}, expected {dtype}{list(shape)}")
+    if b.ptr % 16:
+        raise QwenRawError(f"{name} at {b.ptr:#x} is not 16-byte aligned")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -148,6 +149,14 @@ def replay(setting: Setting, seed: int) -> int:
     return 1
 
 
+def add_to_json(path: Path, report: Report, compiler: str) -> None:
+    """Append a row to `path`, together with what it was run on."""
+    file = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    where = {"compiler": compiler, "machine": platform.machine(), "python": platform.python_version()}
+    row = asdict(report) | where | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    path.write_text(json.dumps({"rows": [*file["rows"], row]}, indent=1) + "\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m qwen_raw.simt.torture", description="protocols under random schedules"
@@ -184,8 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
     print(report.line())
     if a.json:
-        reports = json.loads(a.json.read_text()) if a.json.exists() else []
-        a.json.write_text(json.dumps([*reports, asdict(report)], indent=1) + "\n")
+        add_to_json(a.json, report, setting.library().compiler)
     return 1 if report.failed else 0
 
 
