@@ -1,0 +1,101 @@
+"""The protocols under a thousand schedules each; what torture prints, and that a failure can be replayed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qwen_raw.simt import run as sanitized
+from qwen_raw.simt import torture
+from qwen_raw.simt.cases import CASES, Guarded, Mismatch, payload, rank_order_sum
+from qwen_raw.simt.device import SimDevice
+from qwen_raw.simt.torture import Setting, run
+
+pytestmark = [
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.skipif(sanitized.active(), reason="worlds of the plain variant cannot run under AddressSanitizer"),
+]
+PROTOCOLS = ("allreduce_lamport", "allreduce_flag", "allreduce_twoshot", "signal")
+SEEDS = 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("case", PROTOCOLS)
+def test_a_protocol_survives(case: str, ranks: int) -> None:
+    """Half of the seeds with local stores delayed too."""
+    jobs = os.cpu_count() or 1
+    for weak_local, first in ((False, 0), (True, SEEDS // 2)):
+        report = run(Setting(case, ranks, weak_local=weak_local), SEEDS // 2, first_seed=first, jobs=jobs)
+        assert report.failed == 0, report.line()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_case_holds_under_the_race_checker(case: str) -> None:
+    report = run(Setting(case, max(2, CASES[case].least_ranks), race=True), 5)
+    assert report.failed == 0, report.line()
+
+
+@pytest.mark.parametrize("case", ["attn_decode", "chain"])
+def test_dependent_launches_survive(case: str) -> None:
+    report = run(Setting(case, 1), 200)
+    assert report.failed == 0, report.line()
+
+
+def test_a_seed_is_one_run() -> None:
+    """The same seed gives the same schedule, access by access."""
+    setting = Setting("allreduce_lamport", 3)
+    library = setting.library()
+    traces = []
+    for _ in range(2):
+        with setting.world(17, library, trace=500) as world:
+            CASES[setting.case].run(world, np.random.default_rng(17))
+            traces.append((world.stats(), world.trace()))
+    assert traces[0] == traces[1] and len(traces[0].splitlines()) > 100
+
+
+def test_payloads_hold_what_a_sentinel_protocol_fears() -> None:
+    words = np.concatenate([payload(np.random.default_rng(seed), 4).view(np.uint32) for seed in range(50)])
+    assert {0x80000000, 0x80000001, 0x80010000} <= set(words.tolist())
+    assert rank_order_sum([np.full(8, 0x3F80, np.uint16)] * 3).tolist() == [3.0] * 8
+
+
+def test_guard_bands_and_values_are_checked() -> None:
+    with SimDevice() as device:
+        out = Guarded(device, 8)
+        out.buffer.upload(np.full(8, 0x3F80, np.uint16))
+        out.check(np.full(8, 0x3F80, np.uint16), "right")
+        with pytest.raises(Mismatch, match="element 2 is 0x3f80, expected 0x4000"):
+            out.check(np.array([0x3F80, 0x3F80, 0x4000] + [0x3F80] * 5, np.uint16), "wrong value")
+        out.whole.view((1,), 7).upload(np.zeros(1, np.uint16))
+        with pytest.raises(Mismatch, match="guard band"):
+            out.check(np.full(8, 0x3F80, np.uint16), "overrun")
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert torture.main(["--list"]) == 0
+    assert "allreduce_lamport" in capsys.readouterr().out
+    file = tmp_path / "rows.json"
+    for ranks in ("2", "3"):
+        assert torture.main(["signal", "--ranks", ranks, "--seeds", "20", "--jobs", "1", "--json", str(file)]) == 0
+    assert "20 seeds, 0 failed (0.0 %)" in capsys.readouterr().out
+    assert [row["ranks"] for row in json.loads(file.read_text())["rows"]] == [2, 3]
+    assert torture.main(["signal", "--replay", "4"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "no case 'nonsense': there are allreduce_lamport"),
+        (["signal", "--ranks", "9"], "signal runs on 2 to 8 ranks, not 9"),
+        (["signal", "--seeds", "0"], "at least 1"),
+        (["signal", "--kernels", "nowhere"], "nowhere is not a folder with .cu files"),
+    ],
+)
+def test_wrong_requests(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert torture.main(arguments) == 2
+    assert message in capsys.readouterr().err
