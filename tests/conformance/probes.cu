@@ -1,0 +1,171 @@
+// probes.cu - one entry point for each wrapper of include/ptx.cuh, each conversion of include/vec.cuh and each sum of include/reduce.cuh:
+// probe_X does X and as little else as possible, so that its result on a GPU and in the simulator can be compared.
+//
+// grid: any, threads stride over n; block: up to 256. Where a probe needs another geometry, it says so.
+#include "include/reduce.cuh"
+#include "include/vec.cuh"
+
+#define EACH(i, n) (int i = int(blockIdx.x * blockDim.x + threadIdx.x); i < (n); i += int(gridDim.x * blockDim.x))
+
+// ---- loads and stores: out[i] = in[i] -----------------------------------------------------------------------------
+KERNEL(256) void probe_ld_stream_v4(uint4* out, const uint4* in, int n) {
+  for EACH(i, n) out[i] = ld_stream_v4(in + i);
+}
+KERNEL(256) void probe_ld_global_v4(uint4* out, const uint4* in, int n) {
+  for EACH(i, n) out[i] = ld_global_v4(in + i);
+}
+KERNEL(256) void probe_ld_global_f4(float4* out, const float4* in, int n) {
+  for EACH(i, n) out[i] = ld_global_f4(in + i);
+}
+// The hint names all of the input and, once more, its last pack; the copy that follows must not notice.
+KERNEL(256) void probe_prefetch_l2(uint4* out, const uint4* in, int n) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    prefetch_l2(in, uint32_t(n) * 16);
+    prefetch_l2(in + n - 1, 16);
+  }
+  for EACH(i, n) out[i] = in[i];
+}
+KERNEL(256) void probe_ld_volatile_u32(uint32_t* out, const uint32_t* in, int n) {
+  for EACH(i, n) out[i] = ld_volatile_u32(in + i);
+}
+KERNEL(256) void probe_ld_volatile_v4(uint4* out, const uint4* in, int n) {
+  for EACH(i, n) out[i] = ld_volatile_v4(in + i);
+}
+KERNEL(256) void probe_ld_acquire_sys_u32(uint32_t* out, const uint32_t* in, int n) {
+  for EACH(i, n) out[i] = ld_acquire_sys_u32(in + i);
+}
+KERNEL(256) void probe_st_volatile_u32(uint32_t* out, const uint32_t* in, int n) {
+  for EACH(i, n) st_volatile_u32(out + i, in[i]);
+}
+KERNEL(256) void probe_st_volatile_v4(uint4* out, const uint4* in, int n) {
+  for EACH(i, n) st_volatile_v4(out + i, in[i]);
+}
+KERNEL(256) void probe_st_release_sys_u32(uint32_t* out, const uint32_t* in, int n) {
+  for EACH(i, n) st_release_sys_u32(out + i, in[i]);
+}
+KERNEL(256) void probe_st_release_sys_u64(uint64_t* out, const uint64_t* in, int n) {
+  for EACH(i, n) st_release_sys_u64(out + i, in[i]);
+}
+
+// ---- read-modify-write: element i works on cell i % cells -----------------------------------------------------------
+KERNEL(256) void probe_red_release_sys_add_u32(uint32_t* sums, const uint32_t* in, int n, int cells) {
+  for EACH(i, n) red_release_sys_add_u32(sums + i % cells, in[i]);
+}
+KERNEL(256) void probe_atom_inc_acq_rel_gpu(uint32_t* old, uint32_t* counters, const uint32_t* wrap, int n, int cells) {
+  for EACH(i, n) old[i] = atom_inc_acq_rel_gpu(counters + i % cells, wrap[i % cells]);
+}
+
+// ---- programmatic dependent launch -----------------------------------------------------------------------------------
+// Lets its successor start at once, and writes only after delay_ns: a successor that does not wait reads what was there before.
+KERNEL(256) void probe_griddep_launch(uint32_t* out, const uint32_t* in, int n, uint64_t delay_ns) {
+  griddep_launch();
+  const uint64_t begin = global_timer_ns();
+  while (global_timer_ns() - begin < delay_ns) __nanosleep(100);
+  for EACH(i, n) out[i] = in[i] + 1;
+}
+// A link of the chain, to be launched as a dependent one.
+KERNEL(256) void probe_griddep_wait(uint32_t* out, const uint32_t* in, int n) {
+  griddep_wait();
+  for EACH(i, n) out[i] = in[i] + 1;
+}
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------------
+KERNEL(256) void probe_ex2_approx(float* out, const float* in, int n) {
+  for EACH(i, n) out[i] = ex2_approx(in[i]);
+}
+
+// One warp's fragments of tile blockIdx.x, as include/ptx.cuh lays them out: a [16, 16], b [16, 8], c and out [16, 8], row-major.
+// grid: (tiles); block: 32.
+#define PROBE_MMA(mma)                                                                                    \
+  KERNEL(32) void probe_##mma(float* out, const uint16_t* a, const uint16_t* b, const float* c) {         \
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4;                                                   \
+    a += 256 * blockIdx.x, b += 128 * blockIdx.x, c += 128 * blockIdx.x, out += 128 * blockIdx.x;         \
+    uint32_t x[4], y[2];                                                                                  \
+    float z[4];                                                                                           \
+    for (int i = 0; i < 4; i++) {                                                                         \
+      const uint16_t* p = a + 16 * (g + 8 * (i % 2)) + 2 * t + 8 * (i / 2);                               \
+      x[i] = uint32_t(p[0]) | uint32_t(p[1]) << 16;                                                       \
+      z[i] = c[8 * (g + 8 * (i / 2)) + 2 * t + i % 2];                                                    \
+    }                                                                                                     \
+    for (int i = 0; i < 2; i++) {                                                                         \
+      const uint16_t* p = b + 8 * (2 * t + 8 * i) + g;                                                    \
+      y[i] = uint32_t(p[0]) | uint32_t(p[8]) << 16;                                                       \
+    }                                                                                                     \
+    mma(z, x, y);                                                                                         \
+    for (int i = 0; i < 4; i++) out[8 * (g + 8 * (i / 2)) + 2 * t + i % 2] = z[i];                        \
+  }
+PROBE_MMA(mma_bf16_16816)
+PROBE_MMA(mma_f16_16816)
+
+// ---- time and failure -------------------------------------------------------------------------------------------------------
+// out[i] = {1 if the clock never went back in this thread, 1 if it moved within `tries` readings}.
+KERNEL(256) void probe_global_timer_ns(uint32_t* out, int n, int tries) {
+  for EACH(i, n) {
+    const uint64_t first = global_timer_ns();
+    uint64_t last = first;
+    bool monotone = true;
+    for (int k = 0; k < tries && last == first; k++) {
+      __nanosleep(100);
+      const uint64_t now = global_timer_ns();
+      monotone = monotone && now >= last;
+      last = now;
+    }
+    out[2 * i] = monotone;
+    out[2 * i + 1] = last > first;
+  }
+}
+// Traps in one thread if told to, else writes.
+KERNEL(256) void probe_trap(uint32_t* out, int fail) {
+  if (fail && threadIdx.x == 7) trap();
+  out[threadIdx.x] = threadIdx.x;
+}
+
+// ---- include/vec.cuh ----------------------------------------------------------------------------------------------------------
+KERNEL(256) void probe_bf16_lo(float* out, const uint32_t* in, int n) {
+  for EACH(i, n) out[i] = bf16_lo(in[i]);
+}
+KERNEL(256) void probe_bf16_hi(float* out, const uint32_t* in, int n) {
+  for EACH(i, n) out[i] = bf16_hi(in[i]);
+}
+KERNEL(256) void probe_pack_bf16(uint32_t* out, const float* in, int n) {
+  for EACH(i, n) out[i] = pack_bf16(in[2 * i], in[2 * i + 1]);
+}
+KERNEL(256) void probe_pack_f16(uint32_t* out, const float* in, int n) {
+  for EACH(i, n) out[i] = pack_f16(in[2 * i], in[2 * i + 1]);
+}
+#define PROBE_PACK(pack)                                                    \
+  KERNEL(256) void probe_##pack(uint4* out, const float* in, int n) {       \
+    for EACH(i, n) {                                                        \
+      float f[8];                                                           \
+      for (int j = 0; j < 8; j++) f[j] = in[8 * i + j];                     \
+      out[i] = pack(f);                                                     \
+    }                                                                       \
+  }
+PROBE_PACK(pack_bf16x8)
+PROBE_PACK(pack_f16x8)
+#define PROBE_UNPACK(unpack, T, COUNT)                                      \
+  KERNEL(256) void probe_##unpack(float* out, const T* in, int n) {         \
+    for EACH(i, n) {                                                        \
+      float f[COUNT];                                                       \
+      unpack(f, in[i]);                                                     \
+      for (int j = 0; j < COUNT; j++) out[COUNT * i + j] = f[j];            \
+    }                                                                       \
+  }
+PROBE_UNPACK(unpack_bf16, uint4, 8)
+PROBE_UNPACK(unpack_f16, uint4, 8)
+PROBE_UNPACK(unpack_e4m3, uint32_t, 4)
+
+// ---- include/reduce.cuh: every thread writes what it got. Blocks of whole warps, a thread an element. ---------------------------
+KERNEL(256) void probe_warp_sum(float* out, const float* in) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = warp_sum(in[i]);
+}
+KERNEL(256) void probe_warp_max(float* out, const float* in) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = warp_max(in[i]);
+}
+KERNEL(256) void probe_block_sum(float* out, const float* in) {
+  SHARED(float[WARP], scratch);
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = block_sum(in[i], scratch);
+}

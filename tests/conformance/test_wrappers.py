@@ -1,0 +1,104 @@
+"""Every wrapper of ptx.cuh, conversion of vec.cuh and sum of reduce.cuh: GPU against simulator, both against NumPy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conformance.machines import HERE, Machine, compare
+from conformance.mma_cases import MMA
+from conformance.probe_cases import CONVERSIONS, PTX, REDUCTIONS, Probe
+
+import qwen_raw
+from qwen_raw import paths
+
+PROBES = [*PTX, *MMA, *CONVERSIONS, *REDUCTIONS]
+HEADERS = ("ptx.cuh", "vec.cuh", "reduce.cuh")
+NewRng = Callable[[], np.random.Generator]
+each_probe = pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.id)
+
+
+def wrappers(header: str) -> set[str]:
+    """The functions that a header of cuda_src/include defines."""
+    text = (paths.cuda_src() / "include" / header).read_text()
+    return set(re.findall(r"^DEVICE\s+[\w ]+?\b(\w+)\s*\(", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_every_wrapper_has_a_probe(header: str) -> None:
+    """A new wrapper needs an entry point probe_X that calls it, and a case here."""
+    source = (HERE / "probes.cu").read_text()
+    names = wrappers(header)
+    assert len(names) >= 3
+    assert names <= {probe.wrapper for probe in PROBES}
+    # Called by its entry point, or named by the macro that makes one.
+    unused = [n for n in names if not re.search(rf"probe_{n}\([^)]*\) {{[^}}]*\b{n}\(|^PROBE_\w+\({n}\b", source, re.M)]
+    assert not unused, f"probes.cu does not use {unused}"
+
+
+def test_every_probe_is_of_a_wrapper() -> None:
+    assert {probe.wrapper for probe in PROBES} == set().union(*map(wrappers, HEADERS))
+    assert len({probe.id for probe in PROBES}) == len(PROBES)
+
+
+def test_probes_compile_for_a_gpu(staged: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings", reason="the CUDA packages are not installed")
+    from qwen_raw.kernels import compile as nvrtc
+    from qwen_raw.kernels.cubin import resources
+
+    for arch in ("sm_80", "sm_90a"):
+        table = resources(nvrtc.build("probes", arch, source_root=staged, cache_dir=tmp_path))
+        assert set(table) == {f"probe_{probe.wrapper}" for probe in PROBES}
+
+
+@each_probe
+def test_simulator(sim: Machine, new_rng: NewRng, probe: Probe) -> None:
+    """The simulator against NumPy."""
+    got, want = probe.run(sim, new_rng())
+    compare(got, want, f"simulator, {probe.id}")
+    assert f"probe_{probe.wrapper}" in sim.dev.launched
+
+
+@pytest.mark.gpu
+@each_probe
+def test_gpu(gpu: Machine, sim: Machine, new_rng: NewRng, probe: Probe) -> None:
+    """The GPU against the simulator, and against NumPy."""
+    got, want = probe.run(gpu, new_rng())
+    twin, _ = probe.run(sim, new_rng())
+    compare(got, want, f"GPU, {probe.id}")
+    compare(got, type(twin)(twin.values, want.allowed), f"GPU and simulator, {probe.id}")
+
+
+def test_trap_fails_the_launch_in_the_simulator(sim: Machine) -> None:
+    from qwen_raw.simt.native import SimError
+
+    out = sim.dev.zeros((64,), np.dtype(np.uint32))
+    with pytest.raises(SimError, match="trap"):
+        sim.run("trap", [out, np.int32(1)], grid=1)
+
+
+@pytest.mark.gpu
+def test_trap_fails_the_launch_on_a_gpu(cuda_device: Any, staged: Path) -> None:
+    """In a process of its own, because the GPU is lost to the one in which a kernel trapped."""
+    script = f"""
+from pathlib import Path
+import numpy as np
+from qwen_raw.driver.device import CudaDevice
+with CudaDevice(0) as device:
+    out = device.zeros((64,), np.dtype(np.uint32))
+    kernel = device.kernel("probes", "probe_trap", Path({str(staged)!r}))
+    for fail in (0, 1):
+        device.launch(kernel, (1, 1, 1), (64, 1, 1), [out, np.int32(fail)])
+        print(int(out.download()[63]), flush=True)
+"""
+    env = os.environ | {"PYTHONPATH": str(Path(qwen_raw.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stdout.split()) == (1, ["63"]), done.stderr
+    assert "CUDA_ERROR_LAUNCH_FAILED" in done.stderr.splitlines()[-1]
