@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,19 +45,25 @@ def sim(library: Library) -> Iterator[Machine]:
         yield Machine(ranks, lambda name: library.kernel("probes", name), world.together, world.run)
 
 
-@pytest.fixture
-def gpu(cuda_device: Any, staged: Path) -> Iterator[Machine]:
-    """Two ranks on one GPU: two streams of one context. The second one closes before the test ends."""
+@pytest.fixture(scope="session")
+def _second_rank(_open_gpu: Any) -> Iterator[Any]:
+    """A second device object, thus a second stream, on the GPU of `cuda_device`: they share the context."""
     from qwen_raw.driver.device import CudaDevice
 
-    with ExitStack() as stack:
-        ranks = [Recording(cuda_device), Recording(stack.enter_context(CudaDevice(0)))]
+    with CudaDevice(_open_gpu.ordinal) as device:
+        yield device
 
-        def finish() -> None:
-            for rank in ranks:
-                rank.synchronize()
 
-        yield Machine(ranks, lambda name: cuda_device.kernel("probes", name, staged), nullcontext, finish)
+@pytest.fixture
+def gpu(cuda_device: Any, _second_rank: Any, staged: Path) -> Machine:
+    """Two ranks on one GPU."""
+    ranks = [Recording(cuda_device), Recording(_second_rank)]
+
+    def finish() -> None:
+        for rank in ranks:
+            rank.synchronize()
+
+    return Machine(ranks, lambda name: cuda_device.kernel("probes", name, staged), nullcontext, finish)
 
 
 @pytest.fixture

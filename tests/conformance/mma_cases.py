@@ -1,4 +1,4 @@
-"""Tensor-core products: tiles whose sums are exact, which must agree in every bit, and tiles that round, within a bound.
+"""Tensor-core products: tiles whose sums are exact must agree in every bit, tiles that round within a bound.
 
 A tensor core forms exact products, shifts all addends to the exponent of the largest, cuts what falls off its window,
 adds, and cuts the sum (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021, and later measurements; the
@@ -52,7 +52,7 @@ def _subnormal(rng: np.random.Generator, bf16: bool) -> tuple[Array, Array, Arra
 
 
 def _not_finite(rng: np.random.Generator, bf16: bool) -> tuple[Array, Array, Array]:
-    """An infinity, both infinities, an infinity times zero, a NaN, an infinite accumulator; the other rows are whole."""
+    """An infinity, both infinities, an infinity times zero, a NaN, an infinite accumulator; other rows are whole."""
     a, b, c = _integers(rng, bf16)
     b[:] = np.abs(b) + 1
     b[:, 5, 3] = 0.0
@@ -101,7 +101,7 @@ def _probe(name: str, variant: str) -> Probe:
         if not exact:
             largest = np.maximum(np.abs(products).max(2), np.abs(c))
             total = np.abs(products).sum(2) + np.abs(c)
-            # Sixteen addends are cut to 2^-23 of the largest; two units of the whole for groups' sums and the last rounding.
+            # Sixteen addends are cut to 2^-23 of the largest; the rest is for sums of groups and the last rounding.
             allowed = 2.0**-19 * largest + 2.0**-22 * total
         # + 0: the sign of a sum that is zero is not compared.
         return Output(out.download() + np.float32(0)), Output(want + np.float32(0), allowed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def increments(machine: Machine, rng: np.random.Generator) -> Outcome:
 
 
 def chain(machine: Machine, rng: np.random.Generator) -> Outcome:
-    """A slow producer that lets its successor start early, then dependent links; each must see all of the one before."""
+    """A slow producer that lets its successor start early, then dependent links; each sees all of the one before."""
     n, links, dev = 1000, 4, machine.dev
     bits = words(rng, n)
     source = dev.array(bits)
@@ -132,7 +133,7 @@ def chain(machine: Machine, rng: np.random.Generator) -> Outcome:
         stages = [dev.zeros((n,), U32) for _ in range(links + 1)]
         dev.synchronize()
         machine.run("griddep_launch", [stages[0], source, np.int32(n), np.uint64(50_000)], grid=8)
-        for before, after in zip(stages, stages[1:], strict=False):
+        for before, after in pairwise(stages):
             machine.run("griddep_wait", [after, before, np.int32(n)], grid=8, pdl=True)
         rounds.append([stage.download() for stage in stages])
     want = np.array([[bits + np.uint32(1 + link) for link in range(links + 1)]] * 3)
