@@ -25,14 +25,13 @@ from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
 from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
-from qwen_raw.kernels.gemv_fp8_mma import GEMV as GEMV_FP8_MMA
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 ROTATE_BYTES = 512 << 20
 LAUNCHES = 64
 EPS = 1e-6
-GEMVS = {"bf16": GEMV_BF16, "fp8": GEMV_FP8, "fp8_mma": GEMV_FP8_MMA}
+GEMVS = {"bf16": GEMV_BF16, "fp8": GEMV_FP8}
 
 
 class Case:
@@ -123,13 +122,13 @@ def measure(dev: CudaDevice, size: str, tp: int, dtype: str, blocks: list[int], 
                 print(f"{size:5} tp{tp} {dtype} {op:8} blocks/SM {n}: {error}")
                 continue
             rate = case.nbytes / (us * 1e-6)
-            engine = case.gemv.engines.engine({"o": "add", "down": "add"}.get(op, op), case.K)
+            C, threads = case.gemv.variants.choose({"o": "add", "down": "add"}.get(op, op), case.K)
             row = {"model": size, "tp": tp, "dtype": dtype, "op": op, "N": case.N, "K": case.K, "blocks_per_sm": n}
-            row |= {"kernels": case.gemv.stem + engine.suffix, "threads": engine.threads, "us": us, "gb_s": rate / 1e9}
+            row |= {"C": C, "threads": threads, "us": us, "gb_s": rate / 1e9}
             rows.append(row | {"of_read": rate / ceiling})
             print(
                 f"{size:5} tp{tp} {dtype} {op:8} {f'{case.N}×{case.K}':14} blocks/SM {n} "
-                f"{case.gemv.stem + engine.suffix} {engine.threads:4} thr "
+                f"c{C} {threads:4} thr "
                 f"{us:8.2f} µs {rate / 1e9:7.0f} GB/s {rate / ceiling:6.3f}",
                 flush=True,
             )
@@ -140,7 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="decode's matrix-vector products")
     parser.add_argument("--model", nargs="+", default=["7b"], choices=list(SIZES))
     parser.add_argument("--tp", nargs="+", type=int, default=[1])
-    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8", "fp8_mma"], choices=list(GEMVS))
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=list(GEMVS))
     parser.add_argument("--blocks-per-sm", nargs="+", type=int, default=[0], help="0: the launcher's own choice")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)

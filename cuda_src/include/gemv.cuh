@@ -2,7 +2,7 @@
 //
 // W is [N, K] row-major, bf16 or e4m3 (then with one fp32 scale per row, applied after the sum). A block owns a contiguous range of rows and
 // sums them in fp32, each warp its share of K; the shares meet in shared memory once, at the end. How a block multiplies is its engine's
-// matter: include/gemv_fma.cuh (x in registers, fused multiply-adds) or include/gemv_mma.cuh (e4m3 on tensor cores).
+// matter: include/gemv_fma.cuh.
 //
 // Boundaries between kernels are short because little lies on the way from the previous kernel's end to this one's. The first weights, norm
 // weights, scales and biases are requested before griddep_wait: they do not depend on the previous kernel. RMSNorm's scalar is applied
@@ -33,7 +33,7 @@ DEVICE void gemv_add(float* h, const bf16* x, const typename Engine::W::type* w,
   const int j = threadIdx.x;
   h += rows.begin;
   const float old = j < rows.count ? h[j] : 0.f;
-  engine.input(sums, x, K);
+  engine.input(x, K);
   engine.multiply(sums, at, K, 0.f);
   const float* scales = sums.constants(0);
   if (j < rows.count) h[j] = old + (Engine::W::SCALED ? sums.total(j) * scales[j] : sums.total(j));
@@ -54,7 +54,7 @@ DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename
   float *gates = sums.constants(0), *ups = sums.constants(1);
   if (Engine::W::SCALED) stage(gates, s_gate + units.begin, units.count), stage(ups, s_up + units.begin, units.count);
   griddep_wait();
-  const float ss = engine.normed(sums, h, g, K);
+  const float ss = engine.normed(h, K);
   engine.multiply(sums, at, K, ss);
   const float inv = sums.inverse_rms(K, eps);
   for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
@@ -84,7 +84,7 @@ DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, cons
   }
   griddep_wait();
   const int pos = *pos_ptr;
-  const float ss = engine.normed(sums, h, g, K);
+  const float ss = engine.normed(h, K);
   const float2* angles = rope + int64_t(pos) * half;
   const float2 early = angles[(units.begin + int(threadIdx.x)) % half];  // of this thread's first unit
   engine.multiply(sums, at, K, ss);
@@ -114,7 +114,7 @@ DEVICE void gemv_logits(float* logits, const float* h, const bf16* g, const type
   engine.request(at, rows.count, K);
   engine.norm_weight(g, K);
   griddep_wait();
-  const float ss = engine.normed(sums, h, g, K);
+  const float ss = engine.normed(h, K);
   engine.multiply(sums, at, K, ss);
   const float inv = sums.inverse_rms(K, eps);
   for (int j = threadIdx.x; j < rows.count; j += blockDim.x) logits[rows.begin + j] = sums.total(j) * inv;

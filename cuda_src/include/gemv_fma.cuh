@@ -174,8 +174,8 @@ struct Fma {
   DEVICE void request(const Rows& rows, int count, int K) { request_first(flight, rows, count, K); }
   DEVICE void norm_weight(const bf16* g, int K) { fetch_x(plain, g, K); }
   // After it. normed: returns this thread's share of Σ h².
-  DEVICE void input(const Sums&, const bf16* x, int K) { fetch_x(plain, x, K); }
-  DEVICE float normed(const Sums&, const float* h, const bf16*, int K) { return fetch_weighted(weighted, h, plain, K); }
+  DEVICE void input(const bf16* x, int K) { fetch_x(plain, x, K); }
+  DEVICE float normed(const float* h, int K) { return fetch_weighted(weighted, h, plain, K); }
   template <class Rows>
   DEVICE void multiply(const Sums& sums, const Rows& rows, int K, float square_sum) {
     if (NORMED)

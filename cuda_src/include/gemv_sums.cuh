@@ -1,4 +1,4 @@
-// gemv_sums.cuh - what both engines of include/gemv.cuh share: a block's rows, its shared memory, the rows' addresses.
+// gemv_sums.cuh - what include/gemv.cuh and its engine share: a block's rows, its shared memory, the rows' addresses.
 #pragma once
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -18,8 +18,6 @@ struct Sums {
   int rows;
   DEVICE float* warp(int w) const { return part + w * (rows + 1); }
   DEVICE float* constants(int i) const { return part + int(blockDim.x) / WARP * (rows + 1) + i * rows; }
-  // What lies behind, on 16 bytes: the engine's own.
-  DEVICE uint4* behind() const { return reinterpret_cast<uint4*>(part + (int(blockDim.x) / WARP * (rows + 1) + 2 * rows + 3) / 4 * 4); }
   // Column j over all warps, in every thread that asks. Valid after the engine's multiply.
   DEVICE float total(int j) const {
     float s = 0.f;

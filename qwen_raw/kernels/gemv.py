@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -15,75 +14,49 @@ WARP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """How a block multiplies: the kernels' suffix, the block, and what it keeps in shared memory behind the sums."""
-
-    suffix: str
-    threads: int
-    smem: int  # bytes
-
-
-class EngineChoice(Protocol):
-    """A weight type's engines: which one a product of rows of K weights takes."""
-
-    def engine(self, op: str, K: int) -> Engine: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FmaEngines:
-    """include/gemv_fma.cuh: variants by C, the packs of a row that one thread holds."""
+class Variants:
+    """A weight type's kernels by C, the packs of a row that one thread holds (include/gemv_fma.cuh)."""
 
     pack: int  # weights in 16 bytes
     add_threads: dict[int, int]  # C → the largest block of that variant, plain x
     normed_threads: dict[int, int]  # the same for the kernels that normalise
 
-    def engine(self, op: str, K: int) -> Engine:
-        """The fewest packs a thread that a block of whole warps can cover K with."""
+    def choose(self, op: str, K: int) -> tuple[int, int]:
+        """(C, threads): the fewest packs a thread that a block of whole warps can cover K with."""
         table = self.add_threads if op == "add" else self.normed_threads
         for C, most in table.items():
             threads = -(-(K // self.pack) // (C * WARP)) * WARP
             if threads <= most:
-                return Engine(f"_c{C}", threads, 0)
+                return C, threads
         longest = max(C * most for C, most in table.items()) * self.pack
         raise QwenRawError(f"gemv_{op}: rows of {K} weights, the longest variant takes {longest}")
 
 
 @dataclass(frozen=True, slots=True)
-class MmaEngine:
-    """include/gemv_mma.cuh: x in shared memory as f16, one plane, or two where it is normed."""
-
-    threads: int
-
-    def engine(self, op: str, K: int) -> Engine:
-        plane = -(-K // 64) * 64 * 2
-        return Engine("", self.threads, 16 + (plane if op == "add" else 2 * (plane + 16)))
-
-
-@dataclass(frozen=True, slots=True)
 class Gemv:
-    """One weight type's kernels, on one kind of engine."""
+    """One weight type's kernels."""
 
     stem: str
     fp8: bool
-    engines: EngineChoice
+    variants: Variants
     blocks_per_sm: int  # at most; docs/decode.md says why two, filling the registers
 
     def _launch(
         self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, args: list[Arg], pdl: bool, grid: int | None
     ) -> None:
-        engine = self.engines.engine(op, K)
-        kernel = dev.kernel(self.stem, self.stem.replace("gemv_", f"gemv_{op}_") + engine.suffix)
+        C, threads = self.variants.choose(op, K)
+        kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
         blocks = smem = resident = 0
         # One wave: what a multiprocessor holds, at most blocks_per_sm. Fewer blocks need more memory each.
         for per_sm in range(self.blocks_per_sm, 0, -1):
             blocks = min(units, grid or dev.sm_count * per_sm)
             rows = -(-units // blocks) * rows_per_unit
-            smem = (engine.threads // WARP * (rows + 1) + 2 * rows) * 4 + engine.smem
-            resident = dev.resident_blocks(kernel, engine.threads, smem)
+            smem = (threads // WARP * (rows + 1) + 2 * rows) * 4
+            resident = dev.resident_blocks(kernel, threads, smem)
             if resident >= per_sm or (grid and resident):
                 break
         require(resident > 0, f"gemv_{op}: {units} units in {blocks} blocks need {smem} bytes of shared memory each")
-        dev.launch(kernel, (blocks, 1, 1), (engine.threads, 1, 1), args, smem=smem, pdl=pdl)
+        dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
     def _weights(self, *linears: Linear) -> list[Arg]:
         """Kernel arguments of the weights: each followed by its scale when the type has one."""

@@ -1,10 +1,10 @@
 """cuda_src/gemv_fp8.cu: decode's layer products with e4m3 weights and one scale a row (no LM head: that stays bf16)."""
 
-from qwen_raw.kernels.gemv import FmaEngines, Gemv
+from qwen_raw.kernels.gemv import Gemv, Variants
 
 GEMV = Gemv(
     "gemv_fp8",
     fp8=True,
-    engines=FmaEngines(pack=16, add_threads={1: 256, 2: 512, 4: 512}, normed_threads={1: 256, 2: 512}),
+    variants=Variants(pack=16, add_threads={1: 256, 2: 512, 4: 512}, normed_threads={1: 256, 2: 512}),
     blocks_per_sm=2,
 )
