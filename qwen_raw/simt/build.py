@@ -45,7 +45,9 @@ class Builder:
     source_root: Path = field(default_factory=paths.cuda_src)
     cache_dir: Path | None = None
     compiler: Compiler = field(default_factory=toolchain.find_compiler)
-    kernel_folders: tuple[Path, ...] = ()  # where else a stem is looked for: tests bring kernels of their own
+    kernel_folders: tuple[
+        Path, ...
+    ] = ()  # where a stem is looked for first: kernels of tests, variants of the real ones
     defines: tuple[str, ...] = ()  # "NAME" or "NAME=VALUE"
 
     def runtime(self) -> Path:
@@ -106,7 +108,7 @@ class Builder:
         return found
 
     def _source(self, stem: str) -> Path:
-        for folder in (self.source_root, *self.kernel_folders):
+        for folder in (*self.kernel_folders, self.source_root):
             if (folder / f"{stem}.cu").is_file():
                 return folder / f"{stem}.cu"
         known = ", ".join(stems(self.source_root))

@@ -52,12 +52,16 @@ class Library:
 
         Raises QwenRawError for a compile error, or a name that the file does not have.
         """
-        if stem not in self._modules:
-            self._modules[stem] = Module(self._builder.kernel(stem))
+        self.load(stem)
         kernels = self._modules[stem].kernels
         if name not in kernels:
             raise QwenRawError(f"cuda_src/{stem}.cu has no kernel {name}: it has {', '.join(sorted(kernels))}")
         return kernels[name]
+
+    def load(self, stem: str) -> None:
+        """Compile and load `stem`.cu, if that has not been done."""
+        if stem not in self._modules:
+            self._modules[stem] = Module(self._builder.kernel(stem))
 
     def relative(self, text: str) -> str:
         """`text` with the source folders' paths left out."""

@@ -1,10 +1,10 @@
 """Runs a protocol under many random schedules, and replays the one that broke it.
 
     python -m qwen_raw.simt.torture allreduce_lamport --ranks 8 --seeds 1000
-    python -m qwen_raw.simt.torture allreduce_lamport --kernels tests/simt/bad/two_buffers --ranks 8 --replay 3
+    python -m qwen_raw.simt.torture two_buffers --ranks 8 --replay 3
 
-A seed fixes everything: which thread runs when, which store is held back on which link, the payloads. `--kernels` names
-a folder whose files replace those of cuda_src with the same name. Exit code 1 if any seed failed.
+A seed fixes everything: which thread runs when, which store is held back on which link, the payloads. Besides the
+protocols there are variants of them with one mistake each (qwen_raw/simt/known_bad.py). Exit code 1 if any seed failed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,7 +25,9 @@ import numpy as np
 
 from qwen_raw.errors import QwenRawError, UsageError
 from qwen_raw.simt.cases import CASES
+from qwen_raw.simt.known_bad import VARIANTS
 from qwen_raw.simt.library import Library
+from qwen_raw.simt.toolchain import Variant
 from qwen_raw.simt.world import SimWorld
 
 BATCH = 50  # seeds a worker takes at a time
@@ -37,7 +40,7 @@ class Setting:
 
     case: str
     ranks: int
-    kernels: str | None = None  # folder of replacements, or the project's own kernels
+    bad: str | None = None  # a known-bad variant in place of the project's own kernel
     weak_local: bool = False
     race: bool = False
 
@@ -48,8 +51,15 @@ class Setting:
         )  # fmt: skip
 
     def library(self) -> Library:
-        folders = (Path(self.kernels).resolve(),) if self.kernels else ()
-        return Library("race" if self.race else "plain", kernel_folders=folders)
+        """The compiled kernels. A variant's file is only needed until it is compiled, and lives that long."""
+        variant: Variant = "race" if self.race else "plain"
+        if self.bad is None:
+            return Library(variant)
+        with tempfile.TemporaryDirectory() as name:
+            VARIANTS[self.bad].write(Path(name))
+            library = Library(variant, kernel_folders=(Path(name),))
+            library.load(VARIANTS[self.bad].stem)
+        return library
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,7 @@ class Report:
     """What came of many seeds."""
 
     case: str
-    kernels: str | None
+    bad: str | None
     ranks: int
     weak_local: bool
     race: bool
@@ -69,7 +79,7 @@ class Report:
     seconds: float
 
     def line(self) -> str:
-        name = f"{self.case}{f' with {self.kernels}' if self.kernels else ''}"
+        name = f"{self.bad} ({self.case})" if self.bad else self.case
         options = f"{', local stores weak' if self.weak_local else ''}{', race checker' if self.race else ''}"
         found = f", first {self.first_failing}: {self.symptom}" if self.failed else ""
         return (
@@ -113,7 +123,7 @@ def run(setting: Setting, seeds: int, *, first_seed: int = 0, jobs: int = 1) -> 
     first, symptom = failures[0] if failures else (None, None)
     return Report(
         case=setting.case,
-        kernels=setting.kernels,
+        bad=setting.bad,
         ranks=setting.ranks,
         weak_local=setting.weak_local,
         race=setting.race,
@@ -127,14 +137,10 @@ def run(setting: Setting, seeds: int, *, first_seed: int = 0, jobs: int = 1) -> 
 
 
 def check(setting: Setting) -> None:
-    """Raises UsageError for a case, a number of ranks or a folder that cannot be run."""
-    if setting.case not in CASES:
-        raise UsageError(f"no case {setting.case!r}: there are {', '.join(CASES)}")
+    """Raises UsageError for a number of ranks that cannot be run."""
     least = CASES[setting.case].least_ranks
     if not least <= setting.ranks <= 8:
         raise UsageError(f"{setting.case} runs on {least} to 8 ranks, not {setting.ranks}")
-    if setting.kernels and not any(Path(setting.kernels).glob("*.cu")):
-        raise UsageError(f"{setting.kernels} is not a folder with .cu files")
 
 
 def replay(setting: Setting, seed: int) -> int:
@@ -161,28 +167,46 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m qwen_raw.simt.torture", description="protocols under random schedules"
     )
-    parser.add_argument("kernel", nargs="?", metavar="KERNEL", help=", ".join(CASES))
+    parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="a protocol, or a known-bad variant")
     parser.add_argument("--list", action="store_true", help="what there is to run")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--weak-local", action="store_true", help="volatile stores to own memory are delayed too")
     parser.add_argument("--race", action="store_true", help="with the race checker: ten times slower")
-    parser.add_argument("--kernels", metavar="FOLDER", help="kernels that replace those of the same name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed alone, with a trace")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the report to a JSON list")
     return parser
 
 
+def setting_of(name: str, ranks: int, *, weak_local: bool = False, race: bool = False) -> Setting:
+    """The protocol or known-bad variant called `name`, with what the variant needs to show.
+
+    Raises UsageError for a name that is neither.
+    """
+    variant = VARIANTS.get(name)
+    if variant is not None:
+        return Setting(variant.case, ranks, name, weak_local or variant.weak_local, race or variant.race)
+    if name not in CASES:
+        raise UsageError(f"no protocol {name!r}: there are {', '.join(CASES)}; with a mistake {', '.join(VARIANTS)}")
+    return Setting(name, ranks, None, weak_local, race)
+
+
+def _print_list() -> None:
+    for case in CASES.values():
+        print(f"{case.name:20} {case.what} ({case.least_ranks} to 8 ranks)")
+    for variant in VARIANTS.values():
+        print(f"{variant.name:20} {variant.case}, wrong: {variant.why}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     a = _parser().parse_args(arguments)
     if a.list or a.kernel is None:
-        for case in CASES.values():
-            print(f"{case.name:18} {case.what} ({case.least_ranks} to 8 ranks)")
+        _print_list()
         return 0 if a.list else 2
-    setting = Setting(a.kernel, a.ranks, a.kernels, a.weak_local, a.race)
     try:
+        setting = setting_of(a.kernel, a.ranks, weak_local=a.weak_local, race=a.race)
         if a.replay is not None:
             return replay(setting, a.replay)
         if a.seeds < 1 or a.jobs < 1:

@@ -90,10 +90,9 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nonsense"], "no case 'nonsense': there are allreduce_lamport"),
+        (["nonsense"], "no protocol 'nonsense': there are allreduce_lamport"),
         (["signal", "--ranks", "9"], "signal runs on 2 to 8 ranks, not 9"),
         (["signal", "--seeds", "0"], "at least 1"),
-        (["signal", "--kernels", "nowhere"], "nowhere is not a folder with .cu files"),
     ],
 )
 def test_wrong_requests(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

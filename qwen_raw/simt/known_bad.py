@@ -1,0 +1,212 @@
+"""Protocols with one mistake each, made from the real kernels by an edit: what torture has to find.
+
+The mistakes are ones that public code has made. An edit that no longer fits its kernel is an error: a variant is
+always today's kernel but for the one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qwen_raw import paths
+from qwen_raw.errors import QwenRawError
+
+Edit = tuple[str, str]  # (text as it is, text as it would be with the mistake)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """`case` of `qwen_raw.simt.cases` with edits to the kernel file `stem`, or to a header that is then inlined."""
+
+    name: str
+    case: str
+    stem: str
+    why: str
+    edits: tuple[Edit, ...] = ()
+    header: str | None = None  # of cuda_src/include, whose text the header_edits change
+    header_edits: tuple[Edit, ...] = field(default=())
+    race: bool = False  # shows under the race checker, not in values
+    weak_local: bool = False  # shows only if stores to own memory can be late
+    least_ranks: int = 2
+
+    def source(self) -> str:
+        """The kernel file with the mistake. Raises QwenRawError if an edit does not fit exactly once."""
+        root = paths.cuda_src()
+        text = _apply((root / f"{self.stem}.cu").read_text(), self.edits, self.name)
+        if self.header is None:
+            return text
+        header = _apply((root / "include" / self.header).read_text(), self.header_edits, self.name)
+        header = header.replace("#pragma once\n", "").replace('#include "', '#include "include/')
+        return _apply(text, ((f'#include "include/{self.header}"\n', header),), self.name)
+
+    def write(self, folder: Path) -> None:
+        """Put the file where a Library can find it (kernel_folders)."""
+        (folder / f"{self.stem}.cu").write_text(self.source())
+
+
+def _apply(text: str, edits: tuple[Edit, ...], name: str) -> str:
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise QwenRawError(
+                f"known-bad variant {name}: its edit fits {text.count(old)} times, not once: {old[:60]!r}"
+            )
+        text = text.replace(old, new)
+    return text
+
+
+_SIGNAL = """    __threadfence_system();
+    st_release_sys_u32(flag_word(flags, peer, epoch, block, rank, blocks), epoch);
+"""
+_BARRIER = "// Block-wide barrier with the same block of every rank."
+_COUNTER_BARRIER = """
+DEVICE void counter_barrier(const Peers& flags, uint32_t epoch, int rank, int world, int blocks, Watch& watch) {
+  const int peer = threadIdx.x, block = blockIdx.x;
+  if (peer < world && peer != rank) {
+    red_release_sys_add_u32(flag_word(flags, peer, 0, block, peer, blocks), 1);
+    const uint32_t* mine = flag_word(flags, rank, 0, block, rank, blocks);
+    while (ld_acquire_sys_u32(mine) < epoch * (world - 1)) watch_poll(watch, rank, peer, epoch);
+  }
+  __syncthreads();
+}
+
+"""
+_PUSH_BY_THREADS = (
+    "  for (int i = mine + int(threadIdx.x); i < mine_end; i += blockDim.x) {\n",
+    "  for (int i = mine; i < mine_end && int(threadIdx.x) < world; i++) {\n",
+)
+_PUSH_TO_ONE = (
+    "for (int d = 0; d < world; d++) st_volatile_v4(results.packs((rank + d) % world) + half + i, v);",
+    "st_volatile_v4(results.packs(threadIdx.x) + half + i, v);",
+)
+_HOLE = (
+    "DEVICE bool has_hole(uint4 v) "
+    "{ return v.x == SENTINEL || v.y == SENTINEL || v.z == SENTINEL || v.w == SENTINEL; }\n"
+)
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(
+            "two_buffers",
+            "allreduce_lamport",
+            "allreduce_lamport",
+            "two buffers: the one re-armed in call f is the one that a fast peer already fills for call f + 1",
+            edits=(("constexpr int BUFFERS = 3;", "constexpr int BUFFERS = 2;"),),
+        ),
+        Variant(
+            "no_fence",
+            "allreduce_twoshot",
+            "allreduce_twoshot",
+            "the flag is a plain store: it can arrive before the payload that was stored first",
+            header="lamport.cuh",
+            header_edits=(
+                (_SIGNAL, "    st_volatile_u32(flag_word(flags, peer, epoch, block, rank, blocks), epoch);\n"),
+            ),
+        ),
+        Variant(
+            "monotone_counter",
+            "allreduce_twoshot",
+            "allreduce_twoshot",
+            "one counter; thread t stores to and signals peer t alone: a fast peer's next signal counts for a late one",
+            edits=(
+                _PUSH_BY_THREADS,
+                _PUSH_TO_ONE,
+                (
+                    "  block_barrier(flags, 2 * call - 1, ",
+                    "  __syncthreads();\n  counter_barrier(flags, 2 * call - 1, ",
+                ),
+                ("  block_barrier(flags, 2 * call, ", "  counter_barrier(flags, 2 * call, "),
+            ),
+            header="lamport.cuh",
+            header_edits=((_BARRIER, _COUNTER_BARRIER + _BARRIER),),
+            least_ranks=3,
+        ),
+        Variant(
+            "overwritten_flag",
+            "allreduce_flag",
+            "allreduce_flag",
+            "one word a source: a fast peer overwrites epoch e with e + 1 before it was seen, and != waits for ever",
+            header="lamport.cuh",
+            header_edits=(("((epoch & 1) * blocks + block)", "(block)"),),
+        ),
+        Variant(
+            "float_sentinel",
+            "allreduce_lamport",
+            "allreduce_lamport",
+            "the sentinel compared as a float under flush-to-zero: negative subnormals look like -0.0",
+            header="lamport.cuh",
+            header_edits=(
+                (
+                    _HOLE,
+                    "DEVICE bool minus_zero_after_ftz(uint32_t w) { return w >> 31 && !(w & 0x7f800000u); }\n"
+                    "DEVICE bool has_hole(uint4 v) {\n"
+                    "  return minus_zero_after_ftz(v.x) || minus_zero_after_ftz(v.y) || minus_zero_after_ftz(v.z) ||\n"
+                    "         minus_zero_after_ftz(v.w);\n}\n",
+                ),
+            ),
+        ),
+        Variant(
+            "one_word",
+            "allreduce_lamport",
+            "allreduce_lamport",
+            "one word of four is polled: a 16-byte store may arrive in pieces",
+            header="lamport.cuh",
+            header_edits=((_HOLE, "DEVICE bool has_hole(uint4 v) { return v.x == SENTINEL; }\n"),),
+        ),
+        Variant(
+            "wrong_length",
+            "allreduce_lamport",
+            "allreduce_lamport",
+            "the buffer is re-armed with this call's length: after a shorter call old words pass for new ones",
+            edits=(("const int stale = int(control->length[previous]);", "const int stale = n;"),),
+        ),
+        Variant(
+            "late_wait",
+            "chain",
+            "gemv_bf16",
+            "h is read before griddep_wait: the previous kernel may not have written it yet",
+            header="gemv.cuh",
+            header_edits=(
+                (
+                    "  griddep_wait();\n  const int j = threadIdx.x;\n  h += rows.begin;\n"
+                    "  const float old = j < rows.count ? h[j] : 0.f;\n",
+                    "  const int j = threadIdx.x;\n  h += rows.begin;\n"
+                    "  const float old = j < rows.count ? h[j] : 0.f;\n  griddep_wait();\n",
+                ),
+            ),
+            race=True,
+            least_ranks=1,
+        ),
+        Variant(
+            "fence_before_barrier",
+            "attn_decode",
+            "attn_decode",
+            "all threads fence, then the barrier, then thread 0 counts by a relaxed atomic: it publishes only its own",
+            edits=(
+                (
+                    "  __syncthreads();\n"
+                    "  if (threadIdx.x == 0) arrived = atom_inc_acq_rel_gpu(counters + blockIdx.y, splits - 1);\n",
+                    "  __threadfence();\n  __syncthreads();\n"
+                    "  if (threadIdx.x == 0) arrived = atomicInc(counters + blockIdx.y, splits - 1);\n",
+                ),
+            ),
+            race=True,
+            least_ranks=1,
+        ),
+        Variant(
+            "two_slots",
+            "signal",
+            "signal",
+            "two slots and no credit: the producer overwrites what has not been taken",
+            edits=(
+                ("constexpr int SLOTS = 3;", "constexpr int SLOTS = 2;"),
+                (
+                    "    while (int32_t(ld_acquire_sys_u32(credit) + SLOTS - k) < 0) "
+                    "watch_poll(watch, rank, peer, k);\n",
+                    "    watch.polls = 0;\n",
+                ),
+            ),
+        ),
+    )
+}

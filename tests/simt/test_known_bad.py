@@ -1,0 +1,64 @@
+"""Every known-bad variant is found, by its name on the command line, and only the mistake is what is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from qwen_raw.errors import QwenRawError
+from qwen_raw.simt import run as sanitized
+from qwen_raw.simt import torture
+from qwen_raw.simt.known_bad import VARIANTS, Variant
+from qwen_raw.simt.torture import run, setting_of
+
+pytestmark = [
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.skipif(sanitized.active(), reason="worlds of the plain variant cannot run under AddressSanitizer"),
+]
+# Seeds within which each must be found, at how many ranks, and what is seen.
+FOUND = {
+    "two_buffers": (100, 4, "deadlock"),
+    "no_fence": (50, 2, "expected"),
+    "monotone_counter": (200, 4, "expected"),
+    "overwritten_flag": (200, 4, "deadlock"),
+    "float_sentinel": (10, 2, "deadlock"),
+    "one_word": (10, 2, "expected"),
+    "wrong_length": (10, 2, "expected"),
+    "late_wait": (5, 1, "data race: read of argument h"),
+    "fence_before_barrier": (5, 1, "data race: read of argument part"),
+    "two_slots": (100, 2, ""),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_mistake_is_found(name: str) -> None:
+    seeds, ranks, symptom = FOUND[name]
+    report = run(setting_of(name, ranks), seeds)
+    assert report.failed > 0, f"{report.line()}: {VARIANTS[name].why}"
+    assert report.symptom is not None and symptom in report.symptom
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if not variant.race])
+def test_without_the_mistake_the_same_seeds_pass(name: str) -> None:
+    seeds, ranks, _ = FOUND[name]
+    report = run(setting_of(VARIANTS[name].case, ranks, weak_local=VARIANTS[name].weak_local), seeds)
+    assert report.failed == 0, report.line()
+
+
+def test_two_ranks_cannot_show_the_counter_that_needs_a_third() -> None:
+    assert run(setting_of("monotone_counter", 2), 100).failed == 0
+
+
+def test_an_edit_that_does_not_fit_is_an_error() -> None:
+    variant = Variant("stale", "signal", "signal", "made for another kernel", edits=(("no such text", ""),))
+    with pytest.raises(QwenRawError, match="its edit fits 0 times, not once"):
+        variant.source()
+
+
+def test_a_failing_seed_is_replayed_with_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a reader sees: the accesses that led there, and the symptom; exit code 1."""
+    report = run(setting_of("no_fence", 2), 50)
+    assert torture.main(["no_fence", "--ranks", "2", "--replay", str(report.first_failing)]) == 1
+    printed = capsys.readouterr().out
+    assert "allreduce_twoshot" in printed and "lands" in printed
+    assert f"seed {report.first_failing}: {report.symptom}" in printed
+    assert torture.main(["no_fence", "--ranks", "2", "--seeds", "50", "--jobs", "1"]) == 1
