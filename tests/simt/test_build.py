@@ -143,6 +143,15 @@ class TestCache:
             builder.kernel("scale")
 
 
+def test_a_kernel_folder_comes_before_the_project(compiler: toolchain.Compiler, folder: Path) -> None:
+    """A file of the same stem stands in for the project's kernel; its includes are the project's."""
+    (folder / "signal.cu").write_text(SCALE)
+    library = Library(kernel_folders=(folder,), host_compiler=compiler)
+    library.kernel("signal", "scale")
+    with pytest.raises(QwenRawError, match="has no kernel signal_put: it has scale"):
+        library.kernel("signal", "signal_put")
+
+
 class TestErrors:
     def test_compile_error_has_file_and_line(self, builder: Builder, folder: Path) -> None:
         (folder / "scale.cu").write_text(SCALE.replace("factor;", "facto;"))
