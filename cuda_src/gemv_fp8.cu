@@ -12,11 +12,11 @@
 // Where the compiler would spill: below sm_89 the conversion in software takes the registers of a second row in flight; for sm_100 to
 // sm_119 NVRTC 12.9 needs more than half of the registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr int ADD_C4_ROWS = 1, NORMED_C1_BLOCKS = 2;
+constexpr int ADD_C4_ROWS = 1, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr int ADD_C4_ROWS = 2, NORMED_C1_BLOCKS = 1;
+constexpr int ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 1, QKV_C1_BLOCKS = 1;
 #else
-constexpr int ADD_C4_ROWS = 2, NORMED_C1_BLOCKS = 2;
+constexpr int ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
 #endif
 
 #define GEMV_ADD(C, R, THREADS, BLOCKS)                                                      \
@@ -32,8 +32,8 @@ GEMV_ADD(1, 8, 256, 2)
 GEMV_ADD(2, 4, 512, 1)
 GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
 
-#define GEMV_NORMED(C, R, THREADS, BLOCKS)                                                                                                  \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_swiglu_fp8_c##C(bf16* act,           /* [I] */                                                      \
+#define GEMV_NORMED(C, R, THREADS, SWIGLU_BLOCKS, QKV_BLOCKS)                                                                               \
+  KERNEL_OCC(THREADS, SWIGLU_BLOCKS) void gemv_swiglu_fp8_c##C(bf16* act,           /* [I] */                                               \
                                                         const float* h,      /* [K] residual stream */                                      \
                                                         const bf16* g,       /* [K] RMSNorm weight */                                       \
                                                         const e4m3* w_gate,  /* [I, K] */                                                   \
@@ -44,7 +44,7 @@ GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
     DYN_SHARED(float, shared);                                                                                                              \
     gemv_swiglu<Fma<WeightE4m3, C, R, true>>(act, h, g, w_gate, s_gate, w_up, s_up, I, K, eps, shared);                                     \
   }                                                                                                                                         \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_fp8_c##C(bf16* q,            /* [H, HD] */                                                      \
+  KERNEL_OCC(THREADS, QKV_BLOCKS) void gemv_qkv_fp8_c##C(bf16* q,            /* [H, HD] */                                                  \
                                                      bf16* k_cache,      /* [KV, max_len, HD] of this layer */                              \
                                                      bf16* v_cache,      /* [KV, max_len, HD] */                                            \
                                                      const float* h,     /* [K] */                                                          \
@@ -58,5 +58,5 @@ GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
     DYN_SHARED(float, shared);                                                                                                              \
     gemv_qkv<Fma<WeightE4m3, C, R, true>>(q, k_cache, v_cache, h, g, w, scale, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
   }
-GEMV_NORMED(1, 8, 256, NORMED_C1_BLOCKS)
-GEMV_NORMED(2, 4, 512, 1)
+GEMV_NORMED(1, 8, 256, SWIGLU_C1_BLOCKS, QKV_C1_BLOCKS)
+GEMV_NORMED(2, 4, 512, 1, 1)

@@ -40,6 +40,7 @@ class Gemv:
     fp8: bool
     variants: Variants
     blocks_per_sm: int  # at most; docs/decode.md says why two, filling the registers
+    swiglu_blocks_per_sm: int  # the same for gate and up
 
     def _launch(
         self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, args: list[Arg], pdl: bool, grid: int | None
@@ -47,8 +48,9 @@ class Gemv:
         C, threads = self.variants.choose(op, K)
         kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
         blocks = smem = resident = 0
-        # One wave: what a multiprocessor holds, at most blocks_per_sm. Fewer blocks need more memory each.
-        for per_sm in range(self.blocks_per_sm, 0, -1):
+        # One wave: what a multiprocessor holds, at most so many. Fewer blocks need more memory each.
+        most = self.swiglu_blocks_per_sm if op == "swiglu" else self.blocks_per_sm
+        for per_sm in range(most, 0, -1):
             blocks = min(units, grid or dev.sm_count * per_sm)
             rows = -(-units // blocks) * rows_per_unit
             smem = (threads // WARP * (rows + 1) + 2 * rows) * 4

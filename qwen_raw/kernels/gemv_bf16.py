@@ -7,4 +7,5 @@ GEMV = Gemv(
     fp8=False,
     variants=Variants(pack=8, add_threads={1: 512, 2: 512, 4: 640, 8: 512}, normed_threads={1: 512, 2: 512}),
     blocks_per_sm=2,
+    swiglu_blocks_per_sm=2,
 )

@@ -7,4 +7,5 @@ GEMV = Gemv(
     fp8=True,
     variants=Variants(pack=16, add_threads={1: 256, 2: 512, 4: 512}, normed_threads={1: 256, 2: 512}),
     blocks_per_sm=2,
+    swiglu_blocks_per_sm=3,
 )
