@@ -78,7 +78,7 @@ def test_a_float_sentinel_is_harmless_without_negative_subnormals(monkeypatch: p
 
 
 def test_a_slot_that_was_not_taken_is_torn() -> None:
-    """Most failures lose a doorbell and deadlock; in a few the payload changes under the copy and its ring comes late."""
+    """Most failures lose a doorbell and deadlock; in a few the payload changes under the copy, its ring late enough."""
     setting = setting_of("two_slots", 2)
     library = setting.library()
     failures = (run_seed(setting, seed, library) for seed in range(200))
