@@ -158,9 +158,12 @@ def _attn_decode(world: SimWorld, rng: np.random.Generator) -> None:
         want = (p / p.sum(1, keepdims=True)) @ V[0]
         ws = Workspace.create(device, H, KV, HD, n, 3)
         qd, kd, vd, pos = device.array(q), device.array(k), device.array(v), device.array(np.array([n - 1], np.int32))
-        for launch in range(2):
-            out = device.empty((H, HD), BF16)
-            attn_decode(device, out, qd, kd, vd, pos, ws, pdl=True)
+        outs = [device.empty((H, HD), BF16) for _ in range(2)]
+        with world.together():
+            for out in outs:
+                attn_decode(device, out, qd, kd, vd, pos, ws, pdl=True)
+        world.run()
+        for launch, out in enumerate(outs):
             error = np.abs(bf16_to_f32(out.download()) - want).max()
             if not error < 0.02:
                 raise Mismatch(f"rank {rank}, launch {launch}: off by {error}")
@@ -178,10 +181,12 @@ def _chain(world: SimWorld, rng: np.random.Generator) -> None:
         h, xd, ids = device.empty((1, K), F32), device.array(x), device.array(np.array([2], np.int32))
         g, logits = device.array(np.full(K, 0x3F80, np.uint16)), device.empty((K,), F32)
         td = device.array(table)
-        embed(device, h, td, ids, pdl=True)
-        for linear in linears[:-1]:
-            GEMV.add(device, h.view((K,)), xd, linear, pdl=True, grid=3)
-        GEMV.logits(device, logits, h.view((K,)), g, linears[-1], 1e-6, pdl=True, grid=3)
+        with world.together():  # a launch alone would end before the next one is queued
+            embed(device, h, td, ids, pdl=True)
+            for linear in linears[:-1]:
+                GEMV.add(device, h.view((K,)), xd, linear, pdl=True, grid=3)
+            GEMV.logits(device, logits, h.view((K,)), g, linears[-1], 1e-6, pdl=True, grid=3)
+        world.run()
         want = bf16_to_f32(table[2]).astype(np.float64)
         for w in weights[:-1]:
             want = want + bf16_to_f32(w).astype(np.float64) @ bf16_to_f32(x)

@@ -175,7 +175,6 @@ VARIANTS = {
                     "  const float old = j < rows.count ? h[j] : 0.f;\n  griddep_wait();\n",
                 ),
             ),
-            race=True,
             least_ranks=1,
         ),
         Variant(

@@ -25,7 +25,7 @@ FOUND = {
     "float_sentinel": (10, 2, "deadlock"),
     "one_word": (10, 2, "expected"),
     "wrong_length": (10, 2, "expected"),
-    "late_wait": (5, 1, "data race: read of argument h"),
+    "late_wait": (5, 1, "off by"),
     "fence_before_barrier": (5, 1, "data race: read of argument part"),
     "two_slots": (100, 2, "deadlock"),
 }
