@@ -33,7 +33,7 @@ DEVICE void allreduce_lamport(void* out, const uint4* in, const Peers& peers, La
                               int world, int n, int capacity, const PollLimit& limit) {
   griddep_launch();
   griddep_wait();
-  const uint32_t buffer = control->rotation, previous = (buffer + BUFFERS - 1) % BUFFERS, call = control->calls;
+  const uint32_t buffer = control->rotation, previous = (buffer + BUFFERS - 1) % BUFFERS, call = control->calls + 1;
   const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
   uint4* mine = peers.packs(rank);
   Watch watch = watch_start(limit);
@@ -63,7 +63,7 @@ DEVICE void allreduce_lamport(void* out, const uint4* in, const Peers& peers, La
   if (threadIdx.x == 0 && atom_inc_acq_rel_gpu(&control->arrived, gridDim.x - 1) == gridDim.x - 1) {
     control->length[buffer] = n;
     control->rotation = (buffer + 1) % BUFFERS;
-    control->calls = call + 1;
+    control->calls = call;
   }
 }
 

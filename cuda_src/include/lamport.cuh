@@ -22,7 +22,7 @@ struct Peers {
 // How long a poll may last, and where to say which peer did not answer; passed by value. ns = 0: no limit.
 struct PollLimit {
   uint64_t ns;
-  uint64_t fault;  // address of 4 words that the host can read: {1 + rank that waits, 1 + peer waited for, call number, unused}
+  uint64_t fault;  // address of 4 words that the host can read: {1 + rank that waits, 1 + peer waited for, call (twoshot: barrier), unused}
 };
 
 // One thread's watch over its polls. The clock is read every 1,024th poll only: it is far slower than a poll.
@@ -32,7 +32,7 @@ struct Watch {
   uint32_t polls;
 };
 DEVICE Watch watch_start(PollLimit limit) { return {limit, 0, 0}; }
-// One more unsuccessful poll: traps, having written the fault record, when the time is up.
+// One more unsuccessful poll: traps, having written the fault record, when the time is up. The fence: a trap completes no stores.
 DEVICE void watch_poll(Watch& w, int rank, int peer, uint32_t call) {
   if (w.limit.ns == 0 || ++w.polls % 1024 != 1) return;
   const uint64_t now = global_timer_ns();
@@ -42,6 +42,7 @@ DEVICE void watch_poll(Watch& w, int rank, int peer, uint32_t call) {
   st_volatile_u32(fault + 1, uint32_t(peer) + 1);
   st_volatile_u32(fault + 2, call);
   st_release_sys_u32(fault, uint32_t(rank) + 1);
+  __threadfence_system();
   trap();
 }
 

@@ -123,14 +123,78 @@ def test_replays_of_a_graph_advance_the_protocol(world: Any, rng: np.random.Gene
             np.testing.assert_array_equal(out.download(), want)
 
 
-def test_a_peer_that_never_comes_ends_the_poll_with_its_name(world: Any) -> None:
-    """The deadline of a poll: the launch fails, and the fault record names who waited for whom."""
+def first_and_then_without_the_last(world: Any, path: str, limit_ns: int) -> list[Any]:
+    """One call of all ranks, then one that the last rank never makes: what SimError says of it is raised."""
     sim, devices = world
-    ends = LamportWorkspace.create(devices, CAPACITY, limit_ns=1)
-    out, inp = (devices[0].zeros((8,), np.dtype(np.uint16)) for _ in range(2))
-    with pytest.raises(QwenRawError):
-        allreduce_lamport(ends[0], out, inp, block=32, grid=1)
+    workspace, reduce = PATHS[path]
+    ends = workspace.create(devices, CAPACITY, limit_ns=limit_ns)
+    outs, inputs = ([dev.zeros((8,), np.dtype(np.uint16)) for dev in devices] for _ in range(2))
+    for coming in (devices, devices[:-1]):
+        with sim.together():
+            for ws, out, inp in list(zip(ends, outs, inputs, strict=True))[: len(coming)]:
+                reduce(ws, out, inp, block=32, grid=1)
+        if coming is devices:
+            sim.run()
+            assert [end.limit.fault() for end in ends] == [None] * len(devices)
+    return list(ends)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_peer_that_never_comes_ends_the_poll_with_its_name(world: Any, path: str) -> None:
+    """The deadline of a poll: the launch fails, and the fault records name who waited for whom, and in which call."""
+    sim, devices = world
+    ends = first_and_then_without_the_last(world, path, limit_ns=50_000_000)
+    with pytest.raises(QwenRawError, match="trap"):
         sim.run()
+    faults = {rank: end.limit.fault() for rank, end in enumerate(ends)}
+    number = {"lamport": 2, "flag": 2, "twoshot": 3}[path]  # twoshot counts barriers
+    said = {rank: fault for rank, fault in faults.items() if fault is not None}
+    assert said, "no fault record"
+    for rank, fault in said.items():
+        assert fault == f"rank {rank} waited 50 ms for rank {len(devices) - 1} in call {number}"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_limit_a_missing_peer_is_a_deadlock(world: Any, path: str) -> None:
+    ends = first_and_then_without_the_last(world, path, limit_ns=0)
+    with pytest.raises(QwenRawError, match="deadlock"):
+        world[0].run()
+    assert [end.limit.fault() for end in ends] == [None] * len(ends)
+
+
+def test_the_fault_record_is_out_before_the_trap() -> None:
+    """A trap completes no stores: with the own rank's stores late too, the record still arrives."""
+    from qwen_raw.simt.device import SimDevice
+    from qwen_raw.simt.world import SimWorld
+
+    for seed in range(20):
+        with SimWorld(2, seed=seed, weak_local=True) as sim:
+            devices = [SimDevice(world=sim, rank=rank) for rank in range(2)]
+            ends = first_and_then_without_the_last((sim, devices), "lamport", limit_ns=50_000_000)
+            with pytest.raises(QwenRawError, match="trap"):
+                sim.run()
+            assert ends[0].limit.fault() == "rank 0 waited 50 ms for rank 1 in call 2"
+
+
+@pytest.mark.parametrize(("puts", "takes"), [(0, 1), (4, 0)])
+def test_a_hand_over_that_never_comes_ends_the_poll_with_its_name(world: Any, puts: int, takes: int) -> None:
+    """A take without a put; a put that runs more than three ahead of what is taken."""
+    sim, devices = world
+    ends = SignalEnds.create(devices[0], devices[1], 16, limit_ns=50_000_000)
+    buffers = [dev.zeros((4,), np.dtype(np.uint32)) for dev in devices[:2]]
+    with pytest.raises(QwenRawError, match="trap"):
+        with sim.together():
+            for _ in range(puts):
+                signal_put(ends, buffers[0])
+            for _ in range(takes):
+                signal_take(ends, buffers[1])
+        sim.run()
+    waited = (
+        ("rank 0 waited 50 ms for rank 1 in call 4", None)
+        if puts
+        else (None, "rank 1 waited 50 ms for rank 0 in call 1")
+    )
+    assert tuple(limit.fault() for limit in ends.limits) == waited
 
 
 def test_messages_that_do_not_fit_are_refused(world: Any) -> None:
