@@ -11,12 +11,11 @@ the cache holds, which decode reads at the same cost.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.common import RESULTS, environment, read_ceiling, save, time_ms
+from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
 from loaders.resolve import open_model
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.model.runner import DeviceRunner
@@ -104,4 +103,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

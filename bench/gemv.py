@@ -9,14 +9,13 @@ programmatic dependent launch, as in decode. GB/s counts the weights alone.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, environment, read_ceiling, save, time_ms
+from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
 from loaders.synthetic import SIZES
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, E4M3, F32, I32, Buffer
@@ -158,4 +157,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

@@ -10,11 +10,10 @@ ceiling counts the stage's weights, or for attention the keys and values.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, environment, read_ceiling, save, time_ms
+from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
 from bench.decode import split_spec
 from loaders.resolve import open_model
 from qwen_raw.driver.device import CudaDevice
@@ -105,4 +104,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)
