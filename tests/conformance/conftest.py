@@ -1,4 +1,4 @@
-"""The two machines that are compared."""
+"""The machines that are compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from conformance.machines import HERE, Machine, Recording, stage_probes
+from conformance.machines import HERE, Machine, Recording, mma_error, stage_probes
+from conformance.two_ranks import run as run_two_ranks
 
 from qwen_raw.errors import UsageError
 
@@ -34,36 +35,47 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stage_probes(tmp_path_factory.mktemp("probes"))
 
 
-@pytest.fixture
-def sim(library: Library) -> Iterator[Machine]:
+def simulated(library: Library, seed: int | None) -> Iterator[Machine]:
     """Two ranks in the simulator."""
     from qwen_raw.simt.device import SimDevice
     from qwen_raw.simt.world import SimWorld
 
-    with SimWorld(2, library=library) as world:
+    with SimWorld(2, seed=seed, library=library) as world:
         ranks = [Recording(SimDevice(world=world, rank=rank)) for rank in range(2)]
         yield Machine(ranks, lambda name: library.kernel("probes", name), world.together, world.run)
 
 
-@pytest.fixture(scope="session")
-def _second_rank(_open_gpu: Any) -> Iterator[Any]:
-    """A second device object, thus a second stream, on the GPU of `cuda_device`: they share the context."""
-    from qwen_raw.driver.device import CudaDevice
-
-    with CudaDevice(_open_gpu.ordinal) as device:
-        yield device
+@pytest.fixture
+def in_order(library: Library) -> Iterator[Machine]:
+    """The simulator, blocks and threads one after another."""
+    yield from simulated(library, None)
 
 
 @pytest.fixture
-def gpu(cuda_device: Any, _second_rank: Any, staged: Path) -> Machine:
-    """Two ranks on one GPU."""
-    ranks = [Recording(cuda_device), Recording(_second_rank)]
+def shuffled(library: Library) -> Iterator[Machine]:
+    """The simulator under a random schedule, dependent launches early: the one that a GPU is compared with."""
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"schedule seed {seed}")
+    yield from simulated(library, seed)
 
-    def finish() -> None:
-        for rank in ranks:
-            rank.synchronize()
 
-    return Machine(ranks, lambda name: cuda_device.kernel("probes", name, staged), nullcontext, finish)
+@pytest.fixture
+def gpu(cuda_device: Any, staged: Path) -> Machine:
+    """GPU 0, one rank."""
+    return Machine(
+        [Recording(cuda_device)],
+        lambda name: cuda_device.kernel("probes", name, staged),
+        nullcontext,
+        cuda_device.synchronize,
+        mma_error(cuda_device.arch),
+    )
+
+
+@pytest.fixture(scope="session")
+def two_ranks(_open_gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, dict[str, Any]]]:
+    """(the generators' seed, results by case and name) of the cases with two ranks, on GPU 0."""
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    return seed, run_two_ranks(seed, tmp_path_factory.mktemp("two_ranks"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The same two ranks twice: on one GPU, and in the simulator; and how results of the two are compared."""
+"""What is compared: a GPU and the simulator, one or two ranks of each; and how their results are."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ class Recording:
 
 @dataclass
 class Machine:
-    """Two ranks of one kind. `probe(name)`: an entry point of probes.cu, for rank 0. `finish()`: waits for both."""
+    """Ranks of one kind. `probe(name)`: an entry point of probes.cu, for rank 0. `finish()`: waits for all."""
 
     ranks: list[Recording]
     probe: Callable[[str], Any]
     holding: Callable[[], Any]  # context: what it queues starts together, where that can be said
     finish: Callable[[], None]
+    mma_error: float = 2.0**-22  # see mma_error()
 
     @property
     def dev(self) -> Recording:
@@ -66,6 +67,14 @@ class Machine:
         with self.holding():
             yield
         self.finish()
+
+
+def mma_error(arch: str) -> float:
+    """What one mma.sync may be off by, as a part of the sum of its addends' magnitudes: two fp32 ulp from sm_90 on.
+
+    Four before: the window into which addends are shifted is a bit narrower, and there are two additions, not one.
+    """
+    return 2.0**-21 if arch in ("sm_80", "sm_86", "sm_87", "sm_89") else 2.0**-22
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from conformance.machines import Array, Machine, Output
+from conformance.machines import LIMIT_NS, Array, Machine, Output
 
 from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_bf16
 from qwen_raw.device import F32, U32, U64
@@ -140,11 +140,42 @@ def chain(machine: Machine, rng: np.random.Generator) -> Outcome:
     return Output(np.array(rounds)), Output(want)
 
 
+def message(wrapper: str, grid: int) -> Probe:
+    """What was written before the release is there after the acquire. Three rounds with new payloads."""
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        dev, rounds, got = machine.dev, [words(rng, ODD) for _ in range(3)], []
+        limit = [] if wrapper == "atom_inc_acq_rel_gpu" else [np.uint64(LIMIT_NS)]
+        for bits in rounds:
+            out, payload, flag = dev.zeros((ODD,), U32), dev.zeros((ODD,), U32), dev.zeros((1,), U32)
+            args = [out, payload, flag, dev.array(bits), np.int32(ODD), *limit]
+            machine.run(f"{wrapper}_message", args, grid=grid)
+            got.append(out.download())
+        return Output(np.array(got)), Output(np.array(rounds))
+
+    return Probe(wrapper, run, "message")
+
+
+def overlap(machine: Machine, rng: np.random.Generator) -> Outcome:
+    """A kernel that lets its successor start hears from it while it still runs.
+
+    Never where dependent launches do not exist (before sm_90) or are run one after another (the simulator in order).
+    """
+    dev = machine.dev
+    heard, bell = dev.zeros((32,), U32), dev.zeros((1,), U32)
+    can = dev.pdl if dev.kind == "cuda" else dev.world.seed is not None
+    limit = np.uint64(LIMIT_NS if can else 1_000_000)
+    machine.probe("probe_griddep_wait_early")  # loaded before its predecessor runs
+    machine.run("griddep_launch_early", [heard, bell, limit], grid=1, block=32)
+    machine.run("griddep_wait_early", [bell], grid=1, block=32, pdl=True)
+    return Output(heard.download()), Output(np.full(32, can, np.uint32))
+
+
 def exponentials(machine: Machine, rng: np.random.Generator) -> Outcome:
     """2^x for borders, subnormal x, every magnitude, and the softmax's range.
 
-    Allowed: the 2^-22 relative error that the PTX manual states for ex2.approx, the simulator's own rounding of an ulp,
-    and, as results below 2^-126 are flushed to zero, 2^-126 where the result is within a factor of two of it.
+    Allowed: the 2 ulp (2^-22 of the result) that CUDA states for exp2f, which is this instruction; one more for the
+    simulator's own rounding; and 2^-126 where the result is within a factor of two of it, as smaller ones are flushed.
     """
     tiny = 2.0**-126
     edges = [0.0, 1.0, 0.5, 126.0, 127.0, 127.99, 128.0, 129.0, 149.0, 150.0, 1e5, 3e38, np.inf, np.nan]
@@ -257,8 +288,13 @@ PTX = [
     Probe("st_release_sys_u64", host_words, "host"),
     Probe("red_release_sys_add_u32", reduction),
     Probe("atom_inc_acq_rel_gpu", increments),
+    message("st_release_sys_u32", 2),
+    message("red_release_sys_add_u32", 4),
+    message("atom_inc_acq_rel_gpu", 4),
     Probe("griddep_launch", chain),
+    Probe("griddep_launch", overlap, "early"),
     Probe("griddep_wait", chain),
+    Probe("griddep_wait", overlap, "early"),
     Probe("ex2_approx", exponentials),
     Probe("global_timer_ns", clock),
     Probe("trap", no_trap),

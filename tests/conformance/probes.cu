@@ -1,7 +1,7 @@
 // probes.cu - one entry point for each wrapper of include/ptx.cuh, each conversion of include/vec.cuh and each sum of include/reduce.cuh:
 // probe_X does X and as little else as possible, so that its result on a GPU and in the simulator can be compared.
 //
-// grid: any, threads stride over n; block: up to 256. Where a probe needs another geometry, it says so.
+// grid: any, threads stride over n; block: up to 256. Where a probe needs another geometry, it says so. Polls give up after limit_ns.
 #include "include/reduce.cuh"
 #include "include/vec.cuh"
 
@@ -55,6 +55,47 @@ KERNEL(256) void probe_atom_inc_acq_rel_gpu(uint32_t* old, uint32_t* counters, c
   for EACH(i, n) old[i] = atom_inc_acq_rel_gpu(counters + i % cells, wrap[i % cells]);
 }
 
+// ---- messages: block 0 takes what the other blocks put into `payload`, n words -------------------------------------------------------
+// Thread 0's release covers what its whole block wrote before the barrier. grid: (2).
+KERNEL(256) void probe_st_release_sys_u32_message(uint32_t* out, uint32_t* payload, uint32_t* flag, const uint32_t* in, int n, uint64_t limit_ns) {
+  if (blockIdx.x) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) payload[i] = in[i];
+    __syncthreads();
+    if (threadIdx.x == 0) st_release_sys_u32(flag, 1);
+    return;
+  }
+  const uint64_t begin = global_timer_ns();
+  if (threadIdx.x == 0)
+    while (ld_acquire_sys_u32(flag) != 1 && global_timer_ns() - begin < limit_ns) continue;
+  __syncthreads();
+  for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = payload[i];
+}
+// Every thread releases what it wrote itself; block 0 has it all when the count is complete.
+KERNEL(256) void probe_red_release_sys_add_u32_message(uint32_t* out, uint32_t* payload, uint32_t* count, const uint32_t* in, int n, uint64_t limit_ns) {
+  const uint32_t writers = (gridDim.x - 1) * blockDim.x;
+  if (blockIdx.x) {
+    const int first = int((blockIdx.x - 1) * blockDim.x + threadIdx.x);
+    for (int i = first; i < n; i += int(writers)) payload[i] = in[i];
+    red_release_sys_add_u32(count, 1);
+    return;
+  }
+  const uint64_t begin = global_timer_ns();
+  if (threadIdx.x == 0)
+    while (ld_acquire_sys_u32(count) != writers && global_timer_ns() - begin < limit_ns) continue;
+  __syncthreads();
+  for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = payload[i];
+}
+// Nobody waits: the last block to arrive takes what all have put.
+KERNEL(256) void probe_atom_inc_acq_rel_gpu_message(uint32_t* out, uint32_t* payload, uint32_t* count, const uint32_t* in, int n) {
+  SHARED(uint32_t, arrived);
+  for EACH(i, n) payload[i] = in[i];
+  __syncthreads();
+  if (threadIdx.x == 0) arrived = atom_inc_acq_rel_gpu(count, gridDim.x - 1);
+  __syncthreads();
+  if (arrived != gridDim.x - 1) return;
+  for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = payload[i];
+}
+
 // ---- programmatic dependent launch -----------------------------------------------------------------------------------
 // Lets its successor start at once, and writes only after delay_ns: a successor that does not wait reads what was there before.
 KERNEL(256) void probe_griddep_launch(uint32_t* out, const uint32_t* in, int n, uint64_t delay_ns) {
@@ -67,6 +108,17 @@ KERNEL(256) void probe_griddep_launch(uint32_t* out, const uint32_t* in, int n, 
 KERNEL(256) void probe_griddep_wait(uint32_t* out, const uint32_t* in, int n) {
   griddep_wait();
   for EACH(i, n) out[i] = in[i] + 1;
+}
+// Runs until its successor, launched as a dependent one, has rung: the two must overlap. grid: (1); block: 32.
+KERNEL(32) void probe_griddep_launch_early(uint32_t* heard, const uint32_t* bell, uint64_t limit_ns) {
+  griddep_launch();
+  const uint64_t begin = global_timer_ns();
+  while (ld_volatile_u32(bell) == 0 && global_timer_ns() - begin < limit_ns) continue;
+  heard[threadIdx.x] = ld_volatile_u32(bell);
+}
+KERNEL(32) void probe_griddep_wait_early(uint32_t* bell) {
+  st_volatile_u32(bell, 1);
+  griddep_wait();
 }
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance.machines import HERE, Machine, compare
+from conformance.machines import HERE, Machine, Output, compare
 from conformance.mma_cases import MMA
 from conformance.probe_cases import CONVERSIONS, PTX, REDUCTIONS, Probe
 
@@ -55,33 +55,35 @@ def test_probes_compile_for_a_gpu(staged: Path, tmp_path: Path) -> None:
 
     for arch in ("sm_80", "sm_90a"):
         table = resources(nvrtc.build("probes", arch, source_root=staged, cache_dir=tmp_path))
-        assert set(table) == {f"probe_{probe.wrapper}" for probe in PROBES}
+        assert set(table) >= {f"probe_{probe.wrapper}" for probe in PROBES}
 
 
 @each_probe
-def test_simulator(sim: Machine, new_rng: NewRng, probe: Probe) -> None:
+@pytest.mark.parametrize("schedule", ["in_order", "shuffled"])
+def test_simulator(request: pytest.FixtureRequest, new_rng: NewRng, probe: Probe, schedule: str) -> None:
     """The simulator against NumPy."""
-    got, want = probe.run(sim, new_rng())
+    machine: Machine = request.getfixturevalue(schedule)
+    got, want = probe.run(machine, new_rng())
     compare(got, want, f"simulator, {probe.id}")
-    assert f"probe_{probe.wrapper}" in sim.dev.launched
+    assert any(name.startswith(f"probe_{probe.wrapper}") for name in machine.dev.launched)
 
 
 @pytest.mark.gpu
 @each_probe
-def test_gpu(gpu: Machine, sim: Machine, new_rng: NewRng, probe: Probe) -> None:
+def test_gpu(gpu: Machine, shuffled: Machine, new_rng: NewRng, probe: Probe) -> None:
     """The GPU against the simulator, and against NumPy."""
     got, want = probe.run(gpu, new_rng())
-    twin, _ = probe.run(sim, new_rng())
+    twin, _ = probe.run(shuffled, new_rng())
     compare(got, want, f"GPU, {probe.id}")
-    compare(got, type(twin)(twin.values, want.allowed), f"GPU and simulator, {probe.id}")
+    compare(got, Output(twin.values, want.allowed), f"GPU and simulator, {probe.id}")
 
 
-def test_trap_fails_the_launch_in_the_simulator(sim: Machine) -> None:
+def test_trap_fails_the_launch_in_the_simulator(in_order: Machine) -> None:
     from qwen_raw.simt.native import SimError
 
-    out = sim.dev.zeros((64,), np.dtype(np.uint32))
+    out = in_order.dev.zeros((64,), np.dtype(np.uint32))
     with pytest.raises(SimError, match="trap"):
-        sim.run("trap", [out, np.int32(1)], grid=1)
+        in_order.run("trap", [out, np.int32(1)], grid=1)
 
 
 @pytest.mark.gpu
