@@ -22,7 +22,7 @@ class Allocation:
     """One piece of a rank's memory, filled with 0xff; freed when its last buffer is gone."""
 
     def __init__(self, world: SimWorld, rank: int, nbytes: int) -> None:
-        ptr = world.runtime.allocate(world.handle, rank, nbytes)
+        ptr = world.allocate(rank, nbytes)
         if not ptr:
             used = world.runtime.memory_used(world.handle, rank)
             raise QwenRawError(

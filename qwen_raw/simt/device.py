@@ -227,14 +227,8 @@ class SimDevice:
     def _bind(self, kernel: SimKernel, param: SimParam, arg: Arg) -> Bound:
         if isinstance(arg, np.generic | np.ndarray):
             value = check_value(kernel, param, arg)
-            return Bound(value, self._pointed_to(value) if param.kind == "s" else ())
+            return Bound(value, self.world.pointed_to(value) if param.kind == "s" else ())
         if not isinstance(arg, SimBuffer) or arg.device.world is not self.world:
             raise QwenRawError(f"{kernel.name}: argument {param.name} is {arg!r}, not memory of this simulator")
         check_pointer(kernel, param, arg.dtype)
         return Bound(arg.ptr.to_bytes(8, "little"), ((arg.ptr, arg.nbytes),))
-
-    def _pointed_to(self, struct: bytes) -> tuple[tuple[int, int], ...]:
-        """The allocations that the 8-byte words of a struct point into."""
-        words = np.frombuffer(struct[: len(struct) // 8 * 8], U64)
-        found = [self.world.runtime.find(self.world.handle, int(word)) for word in words]
-        return tuple(dict.fromkeys(view for view in found if view is not None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,25 +110,30 @@ def check_value(kernel: SimKernel, param: SimParam, value: np.generic | np.ndarr
 
     Raises QwenRawError if its dtype is not the parameter's.
     """
+    if value.nbytes == param.nbytes and param.kind in ("s", value.dtype.kind):
+        return value.tobytes()
     what = f"{kernel.name}: argument {param.name}"
     if param.kind == "p":
         raise QwenRawError(f"{what} is a pointer: pass a buffer, not {type(value).__name__}")
-    array = np.ascontiguousarray(value)
-    if array.nbytes != param.nbytes:
-        raise QwenRawError(f"{what} takes {param.nbytes} bytes, got {array.nbytes} ({array.dtype}{list(array.shape)})")
-    if param.kind != "s" and array.dtype.kind != param.kind:
-        names = {"i": "a signed integer", "u": "an unsigned integer", "f": "a float"}
-        raise QwenRawError(f"{what} is {names[param.kind]} of {param.nbytes} bytes, got {array.dtype}")
-    return array.tobytes()
+    if value.nbytes != param.nbytes:
+        raise QwenRawError(f"{what} takes {param.nbytes} bytes, got {value.nbytes} ({value.dtype}{list(value.shape)})")
+    names = {"i": "a signed integer", "u": "an unsigned integer", "f": "a float"}
+    raise QwenRawError(f"{what} is {names[param.kind]} of {param.nbytes} bytes, got {value.dtype}")
 
 
 def check_pointer(kernel: SimKernel, param: SimParam, dtype: np.dtype[Any]) -> None:
     """Raises QwenRawError if memory of `dtype` is passed for a pointer to something else."""
+    if param.kind == "p" and param.pointee in ("any", _name(dtype)):
+        return
     what = f"{kernel.name}: argument {param.name}"
     if param.kind != "p":
         raise QwenRawError(f"{what} is no pointer: pass a number, not a buffer")
-    if param.pointee not in ("any", dtype.name):
-        raise QwenRawError(f"{what} points to {param.pointee}, got a buffer of {dtype.name}")
+    raise QwenRawError(f"{what} points to {param.pointee}, got a buffer of {dtype.name}")
+
+
+@functools.cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # NumPy puts it together each time
 
 
 def prepare(
@@ -144,12 +150,14 @@ def prepare(
     grid, block, smem = geometry
     extra = [(i, view) for i, b in enumerate(bound) for view in b.views[1:]]
     arguments = (Argument * max(1, len(bound) + len(extra)))()
-    values = [ctypes.create_string_buffer(b.value, max(1, len(b.value))) for b in bound]
+    values = ctypes.create_string_buffer(b"".join(b.value for b in bound))
+    at = ctypes.addressof(values)
     for i, b in enumerate(bound):
         view = b.views[0] if b.views else (0, 0)
-        arguments[i] = Argument(kernel.names[i], ctypes.addressof(values[i]), len(b.value), *view)
+        arguments[i] = Argument(kernel.names[i], at, len(b.value), *view)
+        at += len(b.value)
     for j, (i, view) in enumerate(extra):
-        arguments[len(bound) + j] = Argument(kernel.names[i], ctypes.addressof(values[i]), 0, *view)
+        arguments[len(bound) + j] = Argument(kernel.names[i], at, 0, *view)
     launch = Launch(
         kernel.entry,
         rank,

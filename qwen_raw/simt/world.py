@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Literal
 
+import numpy as np
+
 from qwen_raw.errors import QwenRawError
 from qwen_raw.simt.kernel import Prepared
 from qwen_raw.simt.library import Library, variant_of
@@ -61,6 +63,7 @@ class SimWorld:
             trace=trace,
         )
         self._keep: list[Prepared] = []
+        self._pointed_to: dict[bytes, tuple[tuple[int, int], ...]] = {}  # what is known until memory comes or goes
         self._held = False
         self._failure = ""
         self._handle: int | None = self.runtime.world_create(ranks, options)
@@ -141,8 +144,24 @@ class SimWorld:
             self._held = False
         self.advance()
 
+    def allocate(self, rank: int, nbytes: int) -> int:
+        """The address of new memory of `rank`, or 0 when it is full."""
+        self._pointed_to.clear()
+        return self.runtime.allocate(self.handle, rank, nbytes)
+
+    def pointed_to(self, struct: bytes) -> tuple[tuple[int, int], ...]:
+        """(address, bytes) of the allocations that the 8-byte words of a struct point into."""
+        views = self._pointed_to.get(struct)
+        if views is None:
+            words = np.frombuffer(struct[: len(struct) // 8 * 8], np.uint64)
+            found = [self.runtime.find(self.handle, int(word)) for word in words]
+            views = tuple(dict.fromkeys(view for view in found if view is not None))
+            self._pointed_to[struct] = views
+        return views
+
     def release(self, ptr: int) -> None:
         """Frees memory: what a buffer's finaliser calls, so it never raises."""
+        self._pointed_to.clear()
         if self._handle is not None:
             self.runtime.release(self._handle, ptr)
 
