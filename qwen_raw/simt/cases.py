@@ -1,7 +1,8 @@
 """The protocols that torture runs: each case drives the real launchers in one simulated world and checks every bit.
 
-A case makes several calls back to back without a host wait, each with a fresh payload and another size, then replays a
-captured graph with an odd number of calls. Outputs are poisoned and lie between guard bands.
+A case makes several calls back to back without a host wait, each with a fresh payload, another size and another grid,
+as dependent launches or ordinary ones; half of the time one rank starts only when the others wait for it. Then it
+replays a captured graph with an odd number of calls. Outputs are poisoned and lie between guard bands.
 """
 
 from __future__ import annotations
@@ -27,16 +28,22 @@ from qwen_raw.simt.device import SimDevice
 from qwen_raw.simt.world import SimWorld
 
 Array = np.ndarray[Any, Any]
-CAPACITY = 4  # packs
-SIZES = (2, 4, 1, 3, 2)  # packs of the calls; a short one follows a long one
+SIZES = (2, 9, 1, 3, 2)  # packs of the calls: a short one follows a long one, the longest needs two blocks of 8 threads
+REPLAYED = (2, 2, 2)  # packs of the calls in the graph
+REPLAYS = 2
 HANDOVERS = 7
-GUARD = 0xEE
+GUARD, POISON = 8, 0xEE  # elements between outputs, and what every byte is before
 # Words that a careless protocol would take for its sentinel, and ones that are nearly it.
 TRAPS = (0x80000000, 0x80010000, 0x00008000, 0x80008000, 0x80000001, 0x8000007F, 0x00000000)
 
 
 class Mismatch(QwenRawError):
-    """A value that came out wrong."""
+    """A value that came out wrong, from kernel launch `launch` of `rank` (counted from 0)."""
+
+    def __init__(self, message: str, rank: int, launch: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.launch = launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,144 +73,238 @@ def rank_order_sum(parts: Sequence[Array]) -> Array:
     return total
 
 
-class Guarded:
-    """A poisoned buffer with a guard band on either side."""
+class Outputs:
+    """Poisoned room for the results of some launches of one rank; guard bands before, between and after them."""
 
-    def __init__(self, device: SimDevice, n: int) -> None:
-        self.whole = device.empty((n + 16,), BF16)
-        self.whole.fill(GUARD)
-        self.buffer: Buffer = self.whole.view((n,), 8)
+    def __init__(self, device: SimDevice, sizes: Sequence[int], dtype: np.dtype[Any] = BF16) -> None:
+        ends = np.cumsum(np.array(sizes) + GUARD)
+        self._rank = device.rank
+        self._slices = [slice(int(end) - n, int(end)) for end, n in zip(ends, sizes, strict=True)]
+        self._whole = device.empty((int(ends[-1]) + GUARD,), dtype)
+        self._whole.fill(POISON)
 
-    def check(self, want: Array, what: str) -> None:
-        """The guard bands are as they were, and the middle is `want`, bit by bit (-0 and +0 count as equal)."""
-        got = self.whole.download()
-        if (got[:8] != 0xEEEE).any() or (got[-8:] != 0xEEEE).any():
-            raise Mismatch(f"{what}: a guard band was overwritten")
-        bad = np.flatnonzero(bf16_to_f32(got[8:-8]) != bf16_to_f32(want))
-        if bad.size:
-            i = int(bad[0])
-            raise Mismatch(f"{what}: element {i} is {got[8 + i]:#06x}, expected {want[i]:#06x} ({bad.size} wrong)")
+    def view(self, number: int) -> Buffer:
+        """Where launch `number` puts its result."""
+        at = self._slices[number]
+        return self._whole.view((at.stop - at.start,), at.start)
+
+    def results(self) -> list[Array]:
+        """What is in the places now."""
+        whole = self._whole.download()
+        return [whole[at] for at in self._slices]
+
+    def check(self, wants: Sequence[Array], what: str, launches: Sequence[int]) -> None:
+        """The results are `wants`, bit by bit, and the guard bands as they were.
+
+        `launches`: which of the rank's kernel launches each result is from. Raises Mismatch for the first wrong one.
+        """
+        whole = self._whole.download()
+        got = whole.view(f"u{whole.itemsize}")
+        expected = np.full(whole.nbytes, POISON, np.uint8).view(got.dtype)
+        for at, want in zip(self._slices, wants, strict=True):
+            expected[at] = want.view(got.dtype)
+        wrong = got != expected
+        if not wrong.any():
+            return
+        for number, at in enumerate(self._slices):
+            if wrong[at].any():
+                i = at.start + int(np.flatnonzero(wrong[at])[0])
+                raise Mismatch(
+                    f"rank {self._rank}, {what} {number}: element {i - at.start} is {got[i]:#x}, "
+                    f"expected {expected[i]:#x} ({wrong[at].sum()} wrong)",
+                    self._rank,
+                    launches[number],
+                )
+        raise Mismatch(f"rank {self._rank}, {what}s: a guard band was overwritten", self._rank, launches[-1])
 
 
-def _allreduce(workspace: Any, reduce: Callable[..., None]) -> Callable[[SimWorld, np.random.Generator], None]:
+def _start(world: SimWorld, rng: np.random.Generator, queue: Callable[[int], None]) -> None:
+    """queue(rank) for all ranks at once; half of the time for one of them only when the others have come to wait."""
+    late = int(rng.integers(2 * world.ranks))
+    for ranks in ([r for r in range(world.ranks) if r != late], [late] if late < world.ranks else []):
+        with world.together():
+            for rank in ranks:
+                queue(rank)
+    world.run()
+
+
+# The block and grid of a call on every rank.
+Shapes = Callable[[np.random.Generator, int], list[tuple[int, int]]]
+
+
+def _any_shapes(rng: np.random.Generator, ranks: int) -> list[tuple[int, int]]:
+    return [(int(rng.choice((1, 2, 8))), int(rng.integers(1, 4))) for _ in range(ranks)]
+
+
+def _same_shapes(rng: np.random.Generator, ranks: int) -> list[tuple[int, int]]:
+    """What kernels with a barrier between equal blocks take: one shape for all, a thread for each peer."""
+    return [(int(rng.choice((ranks, 8))), int(rng.integers(1, 4)))] * ranks
+
+
+class _Calls:
+    """One rank's calls of `sizes` packs: inputs in one buffer, outputs in another, nothing queued between them."""
+
+    def __init__(self, device: SimDevice, sizes: Sequence[int]) -> None:
+        self._ends = np.cumsum(sizes)
+        self._sizes = sizes
+        self.inputs = device.zeros((8 * int(self._ends[-1]),), BF16)
+        self.outputs = Outputs(device, [8 * packs for packs in sizes])
+
+    def queue(self, end: Any, reduce: Callable[..., None], shapes: Sequence[tuple[int, int]], pdl: bool) -> None:
+        for number, (packs, (block, grid)) in enumerate(zip(self._sizes, shapes, strict=True)):
+            inp = self.inputs.view((8 * packs,), 8 * int(self._ends[number] - packs))
+            reduce(end, self.outputs.view(number), inp, block=block, grid=grid, pdl=pdl)
+
+
+def _wants(rows: Sequence[Array], sizes: Sequence[int]) -> list[Array]:
+    """The sum of every call, from all ranks' inputs of all calls."""
+    return np.split(f32_to_bf16(rank_order_sum(rows)), 8 * np.cumsum(sizes)[:-1])
+
+
+def _allreduce(workspace: Any, reduce: Callable[..., None], shapes: Shapes) -> Callable[..., None]:
     def run(world: SimWorld, rng: np.random.Generator) -> None:
         devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
-        ends = workspace.create(devices, CAPACITY, limit_ns=0)
-        calls = []
-        with world.together():
-            for packs in SIZES:
-                inputs = [payload(rng, packs) for _ in devices]
-                outs = [Guarded(device, 8 * packs) for device in devices]
-                for device, end, bits, out in zip(devices, ends, inputs, outs, strict=True):
-                    reduce(end, out.buffer, device.array(bits), block=8, grid=1)
-                calls.append((f32_to_bf16(rank_order_sum(inputs)), outs))
-        world.run()
-        for number, (want, outs) in enumerate(calls):
-            for rank, out in enumerate(outs):
-                out.check(want, f"rank {rank}, call {number}")
-        _replays(world, rng, devices, ends, reduce)
+        ends = workspace.create(devices, max(SIZES), limit_ns=0)
+        pdl = bool(rng.integers(2))
+        calls = [_Calls(device, SIZES) for device in devices]
+        rows = [payload(rng, sum(SIZES)) for _ in devices]
+        for call, row in zip(calls, rows, strict=True):
+            call.inputs.upload(row)
+        by_call = [shapes(rng, world.ranks) for _ in SIZES]
+        _start(world, rng, lambda r: calls[r].queue(ends[r], reduce, [shape[r] for shape in by_call], pdl))
+        for call in calls:
+            call.outputs.check(_wants(rows, SIZES), "call", range(len(SIZES)))
+
+        calls = [_Calls(device, REPLAYED) for device in devices]
+        by_call = [shapes(rng, world.ranks) for _ in REPLAYED]
+        graphs = []
+        for rank, device in enumerate(devices):
+            with device.capture() as capture:
+                calls[rank].queue(ends[rank], reduce, [shape[rank] for shape in by_call], pdl)
+            graphs.append(capture.graph)
+        for replay in range(REPLAYS):
+            rows = [payload(rng, sum(REPLAYED)) for _ in devices]
+            for call, row in zip(calls, rows, strict=True):
+                call.inputs.upload(row)
+            _start(world, rng, lambda rank: graphs[rank].launch())
+            launches = range(len(SIZES) + replay * len(REPLAYED), 1000)
+            for call in calls:
+                call.outputs.check(_wants(rows, REPLAYED), f"replay {replay}, call", launches)
 
     return run
 
 
-def _replays(world: SimWorld, rng: np.random.Generator, devices: list[SimDevice], ends: Any, reduce: Any) -> None:
-    inputs = [device.zeros((16,), BF16) for device in devices]
-    outs = [Guarded(device, 16) for device in devices]
-    graphs = []
-    for device, end, inp, out in zip(devices, ends, inputs, outs, strict=True):
-        with device.capture() as capture:
-            for _ in range(3):
-                reduce(end, out.buffer, inp, block=8, grid=1)
-        graphs.append(capture.graph)
-    for replay in range(2):
-        values = [payload(rng, 2) for _ in devices]
-        for inp, bits in zip(inputs, values, strict=True):
-            inp.upload(bits)
-        with world.together():
-            for graph in graphs:
-                graph.launch()
-        world.run()
-        for rank, out in enumerate(outs):
-            out.check(f32_to_bf16(rank_order_sum(values)), f"rank {rank}, replay {replay}")
-
-
 def _signal(world: SimWorld, rng: np.random.Generator) -> None:
-    """Every even rank hands over to the next one, as far ahead as the slots allow."""
+    """Every even rank hands over to the next one, as far ahead as the slots allow; then replays of a graph."""
     devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
-    pairs = [(rank, rank + 1) for rank in range(0, world.ranks - 1, 2)]
-    handed = []
-    channels = [SignalEnds.create(devices[a], devices[b], 2 * 16, ranks=(a, b), limit_ns=0) for a, b in pairs]
-    with world.together():
-        for (source, target), ends in zip(pairs, channels, strict=True):
-            for number in range(HANDOVERS):
-                bits = payload(rng, 2)
-                signal_put(ends, devices[source].array(bits), threads=8)
-                out = Guarded(devices[target], 16)
-                signal_take(ends, out.buffer, threads=8)
-                handed.append((bits, out, f"rank {source} to {target}, hand-over {number}"))
-    world.run()
-    for bits, out, what in handed:
-        out.check(bits, what)
+    producers = range(0, world.ranks - 1, 2)
+    ends = [SignalEnds.create(devices[r], devices[r + 1], 2 * 16, ranks=(r, r + 1), limit_ns=0) for r in producers]
+    pdl, threads = bool(rng.integers(2)), int(rng.choice((1, 2, 8)))
+    handed = 0
+    for count, rounds in ((HANDOVERS, 1), (len(REPLAYED), REPLAYS)):
+        sources = [devices[r].zeros((count, 16), BF16) for r in producers]
+        outputs = [Outputs(devices[r + 1], [16] * count) for r in producers]
+        graphs = []
+        for pair, rank in (
+            (pair, rank) for pair, producer in enumerate(producers) for rank in (producer, producer + 1)
+        ):
+            with devices[rank].capture() as capture:
+                for number in range(count):
+                    if rank % 2 == 0:
+                        signal_put(ends[pair], sources[pair].view((16,), 16 * number), threads=threads, pdl=pdl)
+                    else:
+                        signal_take(ends[pair], outputs[pair].view(number), threads=threads, pdl=pdl)
+            graphs.append(capture.graph)
+        for replay in range(rounds):
+            bits = [payload(rng, 2 * count).reshape(count, 16) for _ in producers]
+            for source, row in zip(sources, bits, strict=True):
+                source.upload(row)
+            _start(world, rng, lambda rank, graphs=graphs: graphs[rank].launch() if rank < len(graphs) else None)  # type: ignore[misc]
+            for out, row in zip(outputs, bits, strict=True):
+                out.check(list(row), f"replay {replay} of {count}, hand-over", range(handed, handed + count))
+            handed += count
 
 
-def _attn_decode(world: SimWorld, rng: np.random.Generator) -> None:
-    """Every rank its own attention with three splits, twice: the second launch finds the first one's counters."""
-    H, KV, HD, n = 2, 1, 64, 2 * MIN_SPLIT + 5
-    for rank in range(world.ranks):
-        device = SimDevice(world=world, rank=rank)
-        q, k, v = (f32_to_bf16(rng.standard_normal(s).astype(np.float32)) for s in ((H, HD), (KV, n, HD), (KV, n, HD)))
-        Q, K, V = (bf16_to_f32(x).astype(np.float64) for x in (q, k, v))
-        scores = Q @ K[0].T / np.sqrt(HD)
-        p = np.exp(scores - scores.max(1, keepdims=True))
-        want = (p / p.sum(1, keepdims=True)) @ V[0]
-        ws = Workspace.create(device, H, KV, HD, n, 3)
-        qd, kd, vd, pos = device.array(q), device.array(k), device.array(v), device.array(np.array([n - 1], np.int32))
-        outs = [device.empty((H, HD), BF16) for _ in range(2)]
-        with world.together():
-            for out in outs:
-                attn_decode(device, out, qd, kd, vd, pos, ws, pdl=True)
-        world.run()
-        for launch, out in enumerate(outs):
-            error = np.abs(bf16_to_f32(out.download()) - want).max()
-            if not error < 0.02:
-                raise Mismatch(f"rank {rank}, launch {launch}: off by {error}")
+# One device's work: what it queues, and its launches that have a result.
+Work = Callable[[SimDevice, np.random.Generator], Outputs]
 
 
-def _chain(world: SimWorld, rng: np.random.Generator) -> None:
-    """Dependent launches: embedding, then products that each read what the one before wrote, without a host wait."""
-    K, links = 64, 4
-    for rank in range(world.ranks):
-        device = SimDevice(world=world, rank=rank)
-        table = f32_to_bf16(rng.standard_normal((3, K)).astype(np.float32))
-        weights = [f32_to_bf16((rng.standard_normal((K, K)) / 8).astype(np.float32)) for _ in range(links)]
-        x = f32_to_bf16(rng.standard_normal(K).astype(np.float32))
-        linears = [Linear(device.array(w)) for w in weights]
-        h, xd, ids = device.empty((1, K), F32), device.array(x), device.array(np.array([2], np.int32))
-        g, logits = device.array(np.full(K, 0x3F80, np.uint16)), device.empty((K,), F32)
-        td = device.array(table)
+def _alone(work: Work, launches: Sequence[int]) -> Callable[..., None]:
+    """A case in which ranks do not meet: under any schedule each computes what it computes in order, bit by bit.
+
+    `launches`: which kernel launches the results are from.
+    """
+
+    def run(world: SimWorld, rng: np.random.Generator) -> None:
+        seeds = [int(seed) for seed in rng.integers(2**31, size=world.ranks)]
+        devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
+        results = []
         with world.together():  # a launch alone would end before the next one is queued
-            embed(device, h, td, ids, pdl=True)
-            for linear in linears[:-1]:
-                GEMV.add(device, h.view((K,)), xd, linear, pdl=True, grid=3)
-            GEMV.logits(device, logits, h.view((K,)), g, linears[-1], 1e-6, pdl=True, grid=3)
+            for device, seed in zip(devices, seeds, strict=True):
+                results.append(work(device, np.random.default_rng(seed)))
         world.run()
-        want = bf16_to_f32(table[2]).astype(np.float64)
-        for w in weights[:-1]:
-            want = want + bf16_to_f32(w).astype(np.float64) @ bf16_to_f32(x)
-        want = bf16_to_f32(weights[-1]).astype(np.float64) @ (want / np.sqrt((want**2).mean() + 1e-6))
-        error = np.abs(logits.download() - want).max()
-        if not error < 1e-3:
-            raise Mismatch(f"rank {rank}: off by {error}")
+        race = world.library.variant == "race"
+        for seed, outputs in zip(seeds, results, strict=True):
+            with SimWorld(library=world.library, race=race, memory=world.memory) as in_order:
+                wants = work(SimDevice(world=in_order), np.random.default_rng(seed)).results()
+            outputs.check(wants, "result", launches)
+
+    return run
+
+
+def _attn_decode(device: SimDevice, rng: np.random.Generator) -> Outputs:
+    """Attention over up to three splits, three times: each launch finds the partials and counters of the one before."""
+    H, KV, HD, n = 2, 1, 64, 2 * MIN_SPLIT + 5
+    lengths = (n, MIN_SPLIT // 2, n - 3)
+    q, k, v = (
+        device.array(f32_to_bf16(rng.standard_normal(shape).astype(np.float32)))
+        for shape in ((len(lengths), H, HD), (KV, n, HD), (KV, n, HD))
+    )
+    positions = device.array(np.array(lengths, np.int32) - 1)
+    ws = Workspace.create(device, H, KV, HD, n, 3)
+    outputs = Outputs(device, [H * HD] * len(lengths))
+    for number in range(len(lengths)):
+        out, at = outputs.view(number).view((H, HD)), positions.view((1,), number)
+        attn_decode(device, out, q.view((H, HD), number * H * HD), k, v, at, ws, pdl=True)
+    return outputs
+
+
+def _chain(device: SimDevice, rng: np.random.Generator) -> Outputs:
+    """Embedding, then products that each read what the one before wrote; three times over the same memory."""
+    K, links = 64, 4
+    table = device.array(f32_to_bf16(rng.standard_normal((3, K)).astype(np.float32)))
+    weights = [f32_to_bf16((rng.standard_normal((K, K)) / 8).astype(np.float32)) for _ in range(links)]
+    linears = [Linear(device.array(w)) for w in weights]
+    x = device.array(f32_to_bf16(rng.standard_normal(K).astype(np.float32)))
+    h, ids = device.empty((1, K), F32), device.array(np.array([2, 0, 1], np.int32))
+    g = device.array(np.full(K, 0x3F80, np.uint16))
+    outputs = Outputs(device, [K] * 3, F32)
+    for number in range(3):
+        embed(device, h, table, ids.view((1,), number), pdl=True)
+        for linear in linears[:-1]:
+            GEMV.add(device, h.view((K,)), x, linear, pdl=True, grid=3)
+        GEMV.logits(device, outputs.view(number), h.view((K,)), g, linears[-1], 1e-6, pdl=True, grid=3)
+    return outputs
 
 
 CASES = {
     case.name: case
     for case in (
-        Case("allreduce_lamport", _allreduce(LamportWorkspace, allreduce_lamport), 2, "one-shot push, sentinel"),
-        Case("allreduce_flag", _allreduce(FlagWorkspace, allreduce_flag), 2, "flag barrier, peer reads"),
-        Case("allreduce_twoshot", _allreduce(TwoShotWorkspace, allreduce_twoshot), 2, "reduce-scatter, all-gather"),
+        Case(
+            "allreduce_lamport",
+            _allreduce(LamportWorkspace, allreduce_lamport, _any_shapes),
+            2,
+            "one-shot push, sentinel",
+        ),
+        Case("allreduce_flag", _allreduce(FlagWorkspace, allreduce_flag, _same_shapes), 2, "flag barrier, peer reads"),
+        Case(
+            "allreduce_twoshot",
+            _allreduce(TwoShotWorkspace, allreduce_twoshot, _same_shapes),
+            2,
+            "reduce-scatter, all-gather",
+        ),
         Case("signal", _signal, 2, "put with signal, three slots"),
-        Case("attn_decode", _attn_decode, 1, "last block merges the splits"),
-        Case("chain", _chain, 1, "dependent launches of embed and gemv_bf16"),
+        Case("attn_decode", _alone(_attn_decode, range(3)), 1, "last block merges the splits"),
+        Case("chain", _alone(_chain, range(4, 15, 5)), 1, "dependent launches of embed and gemv_bf16"),
     )
 }

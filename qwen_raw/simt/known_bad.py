@@ -37,8 +37,12 @@ class Variant:
         if self.header is None:
             return text
         header = _apply((root / "include" / self.header).read_text(), self.header_edits, self.name)
-        header = header.replace("#pragma once\n", "").replace('#include "', '#include "include/')
-        return _apply(text, ((f'#include "include/{self.header}"\n', header),), self.name)
+        header = header.replace("#pragma once\n", "\n").replace('#include "', '#include "include/')
+        include = f'#include "include/{self.header}"\n'
+        below = text[: text.find(include)].count("\n") + 2
+        # Reports and traces name the files as they are.
+        header = f'#line 1 "include/{self.header}"\n{header}#line {below} "{self.stem}.cu"\n'
+        return _apply(text, ((include, header),), self.name)
 
     def write(self, folder: Path) -> None:
         """Put the file where a Library can find it (kernel_folders)."""
@@ -63,9 +67,10 @@ _COUNTER_BARRIER = """
 DEVICE void counter_barrier(const Peers& flags, uint32_t epoch, int rank, int world, int blocks, Watch& watch) {
   const int peer = threadIdx.x, block = blockIdx.x;
   if (peer < world && peer != rank) {
+    const uint32_t turn = ++*flag_word(flags, rank, 1, block, peer, blocks);  // this block's barriers so far
     red_release_sys_add_u32(flag_word(flags, peer, 0, block, peer, blocks), 1);
     const uint32_t* mine = flag_word(flags, rank, 0, block, rank, blocks);
-    while (ld_acquire_sys_u32(mine) < epoch * (world - 1)) watch_poll(watch, rank, peer, epoch);
+    while (ld_acquire_sys_u32(mine) < turn * (world - 1)) watch_poll(watch, rank, peer, epoch);
   }
   __syncthreads();
 }
@@ -131,6 +136,13 @@ VARIANTS = {
             header_edits=(("((epoch & 1) * blocks + block)", "(block)"),),
         ),
         Variant(
+            "one_payload",
+            "allreduce_flag",
+            "allreduce_flag",
+            "one payload buffer, no barrier at the end: a fast rank's next call overwrites what a slow one still reads",
+            edits=(("const int64_t half = int64_t(epoch & 1) * capacity;", "const int64_t half = 0;"),),
+        ),
+        Variant(
             "float_sentinel",
             "allreduce_lamport",
             "allreduce_lamport",
@@ -160,6 +172,28 @@ VARIANTS = {
             "allreduce_lamport",
             "the buffer is re-armed with this call's length: after a shorter call old words pass for new ones",
             edits=(("const int stale = int(control->length[previous]);", "const int stale = n;"),),
+        ),
+        Variant(
+            "first_block_rotates",
+            "allreduce_lamport",
+            "allreduce_lamport",
+            "the first block to end advances the rotation: blocks that start later take the next call's buffer",
+            edits=(
+                (
+                    "atom_inc_acq_rel_gpu(&control->arrived, gridDim.x - 1) == gridDim.x - 1",
+                    "atom_inc_acq_rel_gpu(&control->arrived, gridDim.x - 1) == 0",
+                ),
+            ),
+        ),
+        Variant(
+            "early_rotation",
+            "allreduce_lamport",
+            "allreduce_lamport",
+            "the rotation is read before griddep_wait: the previous call may not have advanced it yet",
+            edits=(
+                ("  griddep_wait();\n  const uint32_t buffer", "  const uint32_t buffer"),
+                ("  uint4* mine = peers.packs(rank);\n", "  griddep_wait();\n  uint4* mine = peers.packs(rank);\n"),
+            ),
         ),
         Variant(
             "late_wait",

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -24,14 +25,15 @@ from pathlib import Path
 import numpy as np
 
 from qwen_raw.errors import QwenRawError, UsageError
-from qwen_raw.simt.cases import CASES
+from qwen_raw.simt.cases import CASES, Mismatch
 from qwen_raw.simt.known_bad import VARIANTS
 from qwen_raw.simt.library import Library
 from qwen_raw.simt.toolchain import Variant
 from qwen_raw.simt.world import SimWorld
 
-BATCH = 50  # seeds a worker takes at a time
-TRACED = 60  # accesses shown before a failure
+REMEMBERED = 1 << 20  # accesses that a replay keeps
+SHOWN, SHOWN_AFTER = 60, 8  # lines of a trace before the failing launch ended, and after
+_LAUNCH = re.compile(r" *\d+  rank (\d+)  \S+ #(\d+)  ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +90,45 @@ class Report:
         )
 
 
-def run_seed(setting: Setting, seed: int, library: Library, trace: int = 0) -> tuple[str, str] | None:
-    """(symptom, trace) of a failure, or None."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a seed led to; `trace`: its accesses, as SimWorld.trace() words them, if they were remembered."""
+
+    error: QwenRawError
+    trace: tuple[str, ...]
+
+    def shown(self, before: int = SHOWN) -> tuple[str, ...]:
+        """The end of the trace; for a wrong value, the accesses up to the end of the launch that it came from."""
+        if not isinstance(self.error, Mismatch):
+            return self.trace[-before:]
+        seen: list[str] = []  # the rank's launches in stream order
+        last = {}
+        for i, line in enumerate(self.trace):
+            launch = _LAUNCH.match(line)
+            if launch is None or int(launch[1]) != self.error.rank:
+                continue
+            if launch[2] not in last:
+                seen.append(launch[2])
+            last[launch[2]] = i
+        end = last[seen[self.error.launch]] + 1
+        return self.trace[max(0, end - before) : end + SHOWN_AFTER]
+
+
+def run_seed(setting: Setting, seed: int, library: Library, trace: int = 0) -> Failure | None:
+    """The failure under this seed's schedule, or None. `trace`: how many accesses to remember."""
     with setting.world(seed, library, trace) as world:
         try:
             CASES[setting.case].run(world, np.random.default_rng(seed))
         except QwenRawError as error:
-            return str(error), world.trace() if trace else ""
+            return Failure(error, tuple(world.trace().splitlines()) if trace else ())
     return None
 
 
-_libraries: dict[Setting, Library] = {}  # of this worker process: compiled kernels, loaded once
-
-
-def _batch(setting: Setting, seeds: range) -> list[tuple[int, str]]:
-    library = _libraries.setdefault(setting, setting.library())
+def _share(setting: Setting, seeds: range) -> list[tuple[int, str]]:
+    """One process's part: (seed, symptom) of each failure."""
+    library = setting.library()
     found = ((seed, run_seed(setting, seed, library)) for seed in seeds)
-    return [(seed, failure[0]) for seed, failure in found if failure]
+    return [(seed, str(failure.error).splitlines()[0]) for seed, failure in found if failure]
 
 
 def run(setting: Setting, seeds: int, *, first_seed: int = 0, jobs: int = 1) -> Report:
@@ -112,13 +136,14 @@ def run(setting: Setting, seeds: int, *, first_seed: int = 0, jobs: int = 1) -> 
     check(setting)
     began = time.monotonic()
     last = first_seed + seeds
-    batches = [range(at, min(at + BATCH, last)) for at in range(first_seed, last, BATCH)]
-    if jobs > 1:
+    size = -(-seeds // jobs)
+    shares = [range(at, min(at + size, last)) for at in range(first_seed, last, size)]
+    if len(shares) > 1:
         setting.library()  # compiled once, before the workers look for it
         with ProcessPoolExecutor(jobs) as pool:
-            results = list(pool.map(_batch, [setting] * len(batches), batches))
+            results = list(pool.map(_share, [setting] * len(shares), shares))
     else:
-        results = [_batch(setting, batch) for batch in batches]
+        results = [_share(setting, share) for share in shares]
     failures = [failure for result in results for failure in result]
     first, symptom = failures[0] if failures else (None, None)
     return Report(
@@ -131,7 +156,7 @@ def run(setting: Setting, seeds: int, *, first_seed: int = 0, jobs: int = 1) -> 
         seeds=seeds,
         failed=len(failures),
         first_failing=first,
-        symptom=symptom.splitlines()[0] if symptom else None,
+        symptom=symptom,
         seconds=round(time.monotonic() - began, 2),
     )
 
@@ -143,15 +168,15 @@ def check(setting: Setting) -> None:
         raise UsageError(f"{setting.case} runs on {least} to 8 ranks, not {setting.ranks}")
 
 
-def replay(setting: Setting, seed: int) -> int:
-    """Run one seed and print what led to its failure. Returns the exit code."""
+def replay(setting: Setting, seed: int, events: int = SHOWN) -> int:
+    """Run one seed and print the last `events` accesses that led to its failure. Returns the exit code."""
     check(setting)
-    failure = run_seed(setting, seed, setting.library(), TRACED)
+    failure = run_seed(setting, seed, setting.library(), REMEMBERED)
     if failure is None:
         print(f"seed {seed}: no failure")
         return 0
-    print(failure[1])
-    print(f"seed {seed}: {failure[0]}")
+    print(*failure.shown(events), sep="\n")
+    print(f"seed {seed}: {failure.error}")
     return 1
 
 
@@ -176,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--race", action="store_true", help="with the race checker: ten times slower")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed alone, with a trace")
+    parser.add_argument("--events", type=int, default=SHOWN, help="lines of the trace before the failure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the report to a JSON list")
     return parser
 
@@ -206,11 +232,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_list()
         return 0 if a.list else 2
     try:
+        if min(a.seeds, a.jobs, a.events) < 1:
+            raise UsageError("--seeds, --jobs and --events are at least 1")
         setting = setting_of(a.kernel, a.ranks, weak_local=a.weak_local, race=a.race)
         if a.replay is not None:
-            return replay(setting, a.replay)
-        if a.seeds < 1 or a.jobs < 1:
-            raise UsageError("--seeds and --jobs are at least 1")
+            return replay(setting, a.replay, a.events)
         report = run(setting, a.seeds, first_seed=a.first_seed, jobs=a.jobs)
     except QwenRawError as error:
         print(f"torture: {error}", file=sys.stderr)

@@ -11,9 +11,10 @@ import pytest
 
 from qwen_raw.simt import run as sanitized
 from qwen_raw.simt import torture
-from qwen_raw.simt.cases import CASES, Guarded, Mismatch, payload, rank_order_sum
+from qwen_raw.simt.cases import CASES, Mismatch, Outputs, payload, rank_order_sum
 from qwen_raw.simt.device import SimDevice
-from qwen_raw.simt.torture import Setting, run
+from qwen_raw.simt.native import SimError
+from qwen_raw.simt.torture import Failure, Setting, run
 
 pytestmark = [
     pytest.mark.usefixtures("compiler"),
@@ -65,15 +66,37 @@ def test_payloads_hold_what_a_sentinel_protocol_fears() -> None:
 
 
 def test_guard_bands_and_values_are_checked() -> None:
+    one, two = (np.full(8, bits, np.uint16) for bits in (0x3F80, 0x4000))
     with SimDevice() as device:
-        out = Guarded(device, 8)
-        out.buffer.upload(np.full(8, 0x3F80, np.uint16))
-        out.check(np.full(8, 0x3F80, np.uint16), "right")
-        with pytest.raises(Mismatch, match="element 2 is 0x3f80, expected 0x4000"):
-            out.check(np.array([0x3F80, 0x3F80, 0x4000] + [0x3F80] * 5, np.uint16), "wrong value")
-        out.whole.view((1,), 7).upload(np.zeros(1, np.uint16))
+        outputs = Outputs(device, (8, 8))
+        outputs.view(0).upload(one)
+        with pytest.raises(
+            Mismatch, match="rank 0, call 1: element 0 is 0xeeee, expected 0x4000 \\(8 wrong\\)"
+        ) as caught:
+            outputs.check([one, two], "call", (3, 5))
+        assert (caught.value.rank, caught.value.launch) == (0, 5)
+        outputs.view(1).upload(two)
+        outputs.check([one, two], "call", (3, 5))
+        assert [out.tolist() for out in outputs.results()] == [one.tolist(), two.tolist()]
+        outputs._whole.view((1,), 16).upload(np.zeros(1, np.uint16))
         with pytest.raises(Mismatch, match="guard band"):
-            out.check(np.full(8, 0x3F80, np.uint16), "overrun")
+            outputs.check([one, two], "call", (3, 5))
+
+
+def test_a_negative_zero_is_not_a_zero() -> None:
+    with SimDevice() as device:
+        outputs = Outputs(device, (1,), np.dtype(np.float32))
+        outputs.view(0).upload(np.array([-0.0], np.float32))
+        with pytest.raises(Mismatch, match="element 0 is 0x80000000, expected 0x0"):
+            outputs.check([np.zeros(1, np.float32)], "result", (0,))
+
+
+def test_a_replay_ends_where_the_wrong_value_was_made() -> None:
+    """The accesses up to the end of the launch at fault, and a few more; for any other failure the last ones."""
+    lines = tuple(f"{i:8}  rank {i % 2}  kernel #{10 + i // 20}  block 0  thread 0  load" for i in range(100))
+    shown = Failure(Mismatch("wrong", rank=1, launch=2), lines).shown(before=5)
+    assert shown == lines[55 : 60 + torture.SHOWN_AFTER]
+    assert Failure(SimError("deadlock"), lines).shown(before=5) == lines[95:]
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
