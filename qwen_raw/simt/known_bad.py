@@ -110,6 +110,17 @@ VARIANTS = {
             ),
         ),
         Variant(
+            "no_fence_own",
+            "allreduce_flag",
+            "allreduce_flag",
+            "the same with a payload in own memory: that too may become visible after the flag",
+            header="lamport.cuh",
+            header_edits=(
+                (_SIGNAL, "    st_volatile_u32(flag_word(flags, peer, epoch, block, rank, blocks), epoch);\n"),
+            ),
+            weak_local=True,
+        ),
+        Variant(
             "monotone_counter",
             "allreduce_twoshot",
             "allreduce_twoshot",

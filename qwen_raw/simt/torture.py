@@ -33,7 +33,7 @@ from qwen_raw.simt.world import SimWorld
 
 REMEMBERED = 1 << 20  # accesses that a replay keeps
 SHOWN, SHOWN_AFTER = 60, 8  # lines of a trace before the failing launch ended, and after
-_LAUNCH = re.compile(r" *\d+  rank (\d+)  \S+ #(\d+)  ")
+_EVENT = re.compile(r" *\d+  rank (\d+)  \S+ #(\d+)  block \d+  thread \d+  ")  # what a thread did
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +98,35 @@ class Failure:
     trace: tuple[str, ...]
 
     def shown(self, before: int = SHOWN) -> tuple[str, ...]:
-        """The end of the trace; for a wrong value, the accesses up to the end of the launch that it came from."""
+        """The end of the trace; for a wrong value, the accesses up to the end of the launch that it came from.
+
+        Of a poll that reads the same value again and again the first look is shown.
+        """
+        lines = _without_repeats(self.trace)
         if not isinstance(self.error, Mismatch):
-            return self.trace[-before:]
-        seen: list[str] = []  # the rank's launches in stream order
-        last = {}
-        for i, line in enumerate(self.trace):
-            launch = _LAUNCH.match(line)
-            if launch is None or int(launch[1]) != self.error.rank:
+            return tuple(lines[-before:])
+        ends: dict[str, int] = {}  # of the rank's launches, which begin in stream order
+        for number, line in enumerate(lines, 1):
+            event = _EVENT.match(line)
+            if event and int(event[1]) == self.error.rank:
+                ends[event[2]] = number
+        end = list(ends.values())[self.error.launch]
+        return tuple(lines[max(0, end - before) : end + SHOWN_AFTER])
+
+
+def _without_repeats(trace: Sequence[str]) -> list[str]:
+    last: dict[str, str] = {}  # by thread: what it did, the step aside
+    lines = []
+    for line in trace:
+        event = _EVENT.match(line)
+        if event:
+            did = line[event.end() :]
+            thread = event[0].split(maxsplit=1)[1]
+            if did.startswith("load ") and last.get(thread) == did:
                 continue
-            if launch[2] not in last:
-                seen.append(launch[2])
-            last[launch[2]] = i
-        end = last[seen[self.error.launch]] + 1
-        return self.trace[max(0, end - before) : end + SHOWN_AFTER]
+            last[thread] = did
+        lines.append(line)
+    return lines
 
 
 def run_seed(setting: Setting, seed: int, library: Library, trace: int = 0) -> Failure | None:

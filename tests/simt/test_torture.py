@@ -93,10 +93,18 @@ def test_a_negative_zero_is_not_a_zero() -> None:
 
 def test_a_replay_ends_where_the_wrong_value_was_made() -> None:
     """The accesses up to the end of the launch at fault, and a few more; for any other failure the last ones."""
-    lines = tuple(f"{i:8}  rank {i % 2}  kernel #{10 + i // 20}  block 0  thread 0  load" for i in range(100))
+    lines = tuple(f"{i:8}  rank {i % 2}  kernel #{10 + i // 20}  block 0  thread 0  store {i}" for i in range(100))
     shown = Failure(Mismatch("wrong", rank=1, launch=2), lines).shown(before=5)
     assert shown == lines[55 : 60 + torture.SHOWN_AFTER]
     assert Failure(SimError("deadlock"), lines).shown(before=5) == lines[95:]
+
+
+def test_a_replay_shows_one_look_of_a_poll() -> None:
+    look, other = (f"rank 0  kernel #1  block 0  thread {t}  load rank 0 memory + 4 = 00000007" for t in (0, 1))
+    lands = "rank 1  lands rank 0 memory + 4 = 00000008"
+    again = look.replace("7", "8")
+    lines = tuple(f"{i:8}  {what}" for i, what in enumerate((look, other, look, lands, look, again, other, again)))
+    assert [line[:8].strip() for line in Failure(SimError("deadlock"), lines).shown()] == ["0", "1", "3", "5"]
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
