@@ -13,6 +13,9 @@ from qwen_raw.kernels.allreduce_flag import FlagWorkspace, allreduce_flag
 from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lamport
 from qwen_raw.kernels.allreduce_twoshot import TwoShotWorkspace, allreduce_twoshot
 from qwen_raw.kernels.signal import SignalEnds, signal_put, signal_take
+from qwen_raw.simt import run
+from qwen_raw.simt.device import SimDevice
+from qwen_raw.simt.world import SimWorld
 
 LIMIT_NS = 10**12
 CAPACITY = 24  # packs
@@ -23,15 +26,17 @@ PATHS: dict[str, tuple[Any, Callable[..., None]]] = {
 }
 
 
-@pytest.fixture(params=[2, 3, 8])
+@pytest.fixture(params=[(2, False), (3, False), (8, False), (3, True)], ids=["2", "3", "8", "3-race"])
 def world(request: pytest.FixtureRequest) -> Iterator[tuple[Any, list[Any]]]:
-    """(SimWorld, its devices) on a random schedule with delayed links."""
-    pytest.importorskip("qwen_raw.simt.world")
-    from qwen_raw.simt.device import SimDevice
-    from qwen_raw.simt.world import SimWorld
+    """(SimWorld, its devices) on a random schedule with delayed links; checked for races, or under AddressSanitizer.
 
-    with SimWorld(request.param, seed=7) as world:
-        yield world, [SimDevice(world=world, rank=r) for r in range(request.param)]
+    The latter in a process started by `python -m qwen_raw.simt.run`.
+    """
+    ranks, race = request.param
+    if run.active() and race:
+        pytest.skip("the race checker and AddressSanitizer exclude each other")
+    with SimWorld(ranks, seed=7, race=race, sanitize="address" if run.active() else None) as world:
+        yield world, [SimDevice(world=world, rank=r) for r in range(ranks)]
 
 
 def rank_order_sum(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

@@ -70,7 +70,7 @@ def test_report(name: str, value: str, dtype: str, threads: str, expected: list[
 @pytest.mark.slow
 @pytest.mark.usefixtures("sanitizer")
 def test_all_kernels() -> None:
-    done = python("-m", "pytest", "tests/simt", "-p", "no:cacheprovider")
+    done = python("-m", "pytest", "tests/simt", "tests/comm", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "passed" in done.stdout
 
