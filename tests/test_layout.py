@@ -95,6 +95,16 @@ def test_inline_ptx_only_in_ptx_cuh() -> None:
     assert not guilty
 
 
+def test_no_restrict() -> None:
+    """`const T* __restrict__` lets a read of what the last kernel wrote move above griddep_wait (docs/kernels.md)."""
+    guilty = [
+        relative(path)
+        for path in sources("cuda_src")
+        if re.search(r"\b(__restrict__|__restrict|__ldg)\b", code(path)) and not path.is_relative_to(CUDA / "sim")
+    ]
+    assert not guilty
+
+
 def test_shared_memory_only_through_the_macros() -> None:
     """`__shared__` cannot be redefined for the CPU: SHARED and DYN_SHARED can."""
     guilty = [
