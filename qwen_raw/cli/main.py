@@ -40,6 +40,11 @@ def main(argv: Sequence[str]) -> int:
         return _complain(error, EXIT_FAILED)
     except MemoryError as error:
         return _complain(f"not enough memory: {error}", EXIT_FAILED)
+    except BrokenPipeError:
+        raise  # `entry` ends quietly
+    except OSError as error:
+        discard_stdout()  # what could not be written must not fail again at exit
+        return _complain(f"the output cannot be written: {error.strerror or error}", EXIT_FAILED)
 
 
 def _dispatch(argv: Sequence[str]) -> int:

@@ -72,6 +72,8 @@ class Builder:
         facts = self._facts(stem, self.compiler.kernel_flags(self.variant), [path, *included])
         facts["runtime"] = runtime.name
         facts["defines"] = self.defines
+        if self.variant == "race":  # its undefined-behaviour reports hold the source's whole path
+            facts["folder"] = str(path.resolve().parent)
         facts["cuda_headers"] = toolchain.cuda_headers().version
         name = _entry_name(stem, self.variant, facts)
         return self._entry(name, facts, lambda out: self._compile_kernel(path, runtime, out))
