@@ -241,14 +241,23 @@ def _print_list() -> None:
         print(f"{variant.name:20} {variant.case}, wrong: {variant.why}")
 
 
+def _check_arguments(a: argparse.Namespace) -> None:
+    """Raises UsageError before anything has been run."""
+    if min(a.seeds, a.jobs, a.events) < 1:
+        raise UsageError("--seeds, --jobs and --events are at least 1")
+    if a.first_seed < 0 or (a.replay is not None and a.replay < 0):
+        raise UsageError("a seed is at least 0")
+    if a.json and (a.json.is_dir() or not a.json.resolve().parent.is_dir()):
+        raise UsageError(f"--json {a.json}: name a file in a folder that exists")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     a = _parser().parse_args(arguments)
     if a.list or a.kernel is None:
         _print_list()
         return 0 if a.list else 2
     try:
-        if min(a.seeds, a.jobs, a.events) < 1:
-            raise UsageError("--seeds, --jobs and --events are at least 1")
+        _check_arguments(a)
         setting = setting_of(a.kernel, a.ranks, weak_local=a.weak_local, race=a.race)
         if a.replay is not None:
             return replay(setting, a.replay, a.events)
@@ -263,4 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("torture: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "qwen_raw", "generate", "--device", "cpu"]
 LONG = [*COMMAND, "-p", "ROMEO:", "-n", "-1", "--ignore-eos", "--temp", "0.8", "--seed", "1"]
@@ -89,3 +91,14 @@ def test_installed_command_and_module_are_the_same() -> None:
     script = "import sys; sys.argv = ['qwen-raw', '--version']; from qwen_raw.cli.main import entry; entry()"
     installed = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=ROOT, timeout=60)
     assert (installed.returncode, installed.stdout) == (0, ran.stdout)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", [["generate", "-p", "ROMEO:", "-n", "3"], ["devices"]])
+def test_output_that_cannot_be_written_is_one_line(command: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "qwen_raw", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "the output cannot be written" in done.stderr.splitlines()[-1]

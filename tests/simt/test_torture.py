@@ -122,6 +122,9 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         (["nonsense"], "no protocol 'nonsense': there are allreduce_lamport"),
+        (["signal", "--replay", "-1"], "a seed is at least 0"),
+        (["signal", "--first-seed", "-5"], "a seed is at least 0"),
+        (["signal", "--json", "/nowhere/x.json"], "a file in a folder that exists"),
         (["signal", "--ranks", "9"], "signal runs on 2 to 8 ranks, not 9"),
         (["signal", "--seeds", "0"], "at least 1"),
     ],
