@@ -46,18 +46,30 @@ def test_ctrl_c_prints_what_there_is_and_the_stats() -> None:
     assert b"Traceback" not in err
 
 
-def test_ctrl_c_with_json() -> None:
+def interrupted_after(seconds: float) -> dict[str, object]:
+    """The report of a generation that gets SIGINT so long after it announced itself."""
     process = start([*LONG, "--json", "--model", "tiny-shakespeare"])
     assert process.stderr is not None
     while b"at most" not in process.stderr.readline():  # the line before the first token
         pass
-    time.sleep(0.3)
+    time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    report = json.loads(out)
+    report: dict[str, object] = json.loads(out)
     assert (process.returncode, report["finish_reason"]) == (130, "interrupted")
-    assert report["completion_tokens"] == len(report["token_ids"]) > 0
     assert b"Traceback" not in err
+    return report
+
+
+def test_ctrl_c_with_json() -> None:
+    """However early it comes, the report is whole; a busy machine may need longer until there is a token in it."""
+    for seconds in (0.3, 1.0, 3.0):
+        report = interrupted_after(seconds)
+        ids = report["token_ids"]
+        assert isinstance(ids, list) and report["completion_tokens"] == len(ids)
+        if ids:
+            return
+    pytest.fail("no token in three seconds")
 
 
 def test_a_closed_pipe_is_no_failure() -> None:
