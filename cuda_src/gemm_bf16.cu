@@ -2,6 +2,7 @@
 //
 // gemm_qkv_bf16     q, k, v = RoPE(A[T,K]·W[N,K]ᵀ + b); k, v → cache
 // gemm_add_bf16     h[T,N] fp32 += A·Wᵀ                      O-projection, down-projection
+// gemm_store_bf16   y[T,N] bf16 = A·Wᵀ                       the same two, a rank's share of them under tensor parallelism
 // gemm_swiglu_bf16  act[T,I] bf16 = silu(A·Wgᵀ)·(A·Wuᵀ)      gate and up
 // gemm_f32_bf16     c[T,N] fp32 = A·Wᵀ                       LM head, when every row's logits are wanted
 // minimum arch: sm_80
@@ -25,6 +26,14 @@ gemm_add_bf16(float* h,           // [T, N] residual stream, in place
               const bf16* w,      // [N, K]
               int T, int N, int K) {
   gemm_f32<GemmBf16<OperandBf16>, true>(h, a, w, nullptr, T, N, K);
+}
+
+KERNEL_OCC(GEMM_THREADS, 2) void
+gemm_store_bf16(bf16* y,            // [T, N]
+                const uint16_t* a,  // [T, K] bf16 bits
+                const bf16* w,      // [N, K]
+                int T, int N, int K) {
+  gemm_store<GemmBf16<OperandBf16>>(y, a, w, nullptr, T, N, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void

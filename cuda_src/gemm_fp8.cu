@@ -3,6 +3,7 @@
 //
 // gemm_qkv_fp8     q, k, v = RoPE(s·(A[T,K]·W[N,K]ᵀ) + b); k, v → cache
 // gemm_add_fp8     h[T,N] fp32 += s·(A·Wᵀ)                       O-projection, down-projection
+// gemm_store_fp8   y[T,N] bf16 = s·(A·Wᵀ)                        the same two, a rank's share of them under tensor parallelism
 // gemm_swiglu_fp8  act[T,I] bf16 = silu(sg·A·Wgᵀ)·(su·A·Wuᵀ)     gate and up
 // minimum arch: sm_80
 #include "include/gemm.cuh"
@@ -27,6 +28,15 @@ gemm_add_fp8(float* h,            // [T, N] residual stream, in place
              const float* scale,  // [N]
              int T, int N, int K) {
   gemm_f32<GemmE4m3<OperandBf16>, true>(h, a, w, scale, T, N, K);
+}
+
+KERNEL_OCC(GEMM_THREADS, 2) void
+gemm_store_fp8(bf16* y,             // [T, N]
+               const uint16_t* a,   // [T, K] bf16 bits
+               const e4m3* w,       // [N, K]
+               const float* scale,  // [N]
+               int T, int N, int K) {
+  gemm_store<GemmE4m3<OperandBf16>>(y, a, w, scale, T, N, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void

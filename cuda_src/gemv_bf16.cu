@@ -1,6 +1,7 @@
 // gemv_bf16.cu - decode's four matrix-vector products with bf16 weights. The body, its layout and its PRECONDs: include/gemv.cuh and include/gemv_fma.cuh.
 //
 // gemv_add_bf16     h[N] += W[N,K]·x[K]                                  O-projection, down-projection
+// gemv_store_bf16   y[N] = W[N,K]·x[K] as bf16                          the same two, a rank's share of them under tensor parallelism
 // gemv_swiglu_bf16  act[I] = silu(Wg·n)·(Wu·n),  n = RMSNorm(h)[K]       gate and up
 // gemv_qkv_bf16     q, k, v = RoPE(Wqkv·n + b); k, v → cache             Q, K, V
 // gemv_logits_bf16  logits[V] = W[V,K]·n                                 LM head
@@ -22,6 +23,13 @@ constexpr int NORMED_C1_BLOCKS = 2;
                                                       int N, int K) {                    \
     DYN_SHARED(float, shared);                                                           \
     gemv_add<Fma<WeightBf16, C, R, false>>(h, x, w, nullptr, N, K, shared);              \
+  }                                                                                      \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_store_bf16_c##C(bf16* y,       /* [N] */         \
+                                                        const bf16* x, /* [K] */         \
+                                                        const bf16* w, /* [N, K] */      \
+                                                        int N, int K) {                  \
+    DYN_SHARED(float, shared);                                                           \
+    gemv_store<Fma<WeightBf16, C, R, false>>(y, x, w, nullptr, N, K, shared);            \
   }
 GEMV_ADD(1, 8, 512, 2)
 GEMV_ADD(2, 4, 512, 1)

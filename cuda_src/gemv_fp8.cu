@@ -1,6 +1,7 @@
 // gemv_fp8.cu - decode's layer products with e4m3 weights and one fp32 scale per output row. Body, layout, PRECONDs: include/gemv.cuh.
 //
 // gemv_add_fp8     h[N] += s[N]·(W[N,K]·x[K])                            O-projection, down-projection
+// gemv_store_fp8   y[N] = s[N]·(W[N,K]·x[K]) as bf16                    the same two, a rank's share of them under tensor parallelism
 // gemv_swiglu_fp8  act[I] = silu(sg·Wg·n)·(su·Wu·n),  n = RMSNorm(h)[K]  gate and up
 // gemv_qkv_fp8     q, k, v = RoPE(s·Wqkv·n + b); k, v → cache            Q, K, V
 // Each in variants _c1, _c2, _c4: packs of a row that a thread holds; C·R = 8 packs are in flight a thread. The LM head stays bf16
@@ -27,6 +28,14 @@ constexpr int ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
                                                      int N, int K) {                         \
     DYN_SHARED(float, shared);                                                               \
     gemv_add<Fma<WeightE4m3, C, R, false>>(h, x, w, scale, N, K, shared);                    \
+  }                                                                                          \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_store_fp8_c##C(bf16* y,            /* [N] */         \
+                                                       const bf16* x,      /* [K] */         \
+                                                       const e4m3* w,      /* [N, K] */      \
+                                                       const float* scale, /* [N] */         \
+                                                       int N, int K) {                       \
+    DYN_SHARED(float, shared);                                                               \
+    gemv_store<Fma<WeightE4m3, C, R, false>>(y, x, w, scale, N, K, shared);                  \
   }
 GEMV_ADD(1, 8, 256, 2)
 GEMV_ADD(2, 4, 512, 1)

@@ -211,6 +211,15 @@ DEVICE void gemm_f32(float* h, const uint16_t* a, const typename W::type* w,
   });
 }
 
+// y[t, n] = scale[n]·(A·Wᵀ)[t, n] as bf16: one rank's share of a row-parallel product.
+template <class W>
+DEVICE void gemm_store(bf16* y, const uint16_t* a, const typename W::type* w, const float* scale, int T, int N, int K) {
+  SHARED(GemmTile, sh);
+  float c[2][4][4];
+  gemm_tile<W>(c, sh, a, RowsPlain<typename W::type>{w, N, K}, T, K);
+  gemm_each(c, T, N, [&](int t, int n, float v) { y[int64_t(t) * N + n] = __float2bfloat16_rn(W::SCALED ? v * scale[n] : v); });
+}
+
 // act[t, i] = silu(s_gate[i]·gate)·(s_up[i]·up), as bf16.
 template <class W>
 DEVICE void gemm_swiglu(bf16* act, const uint16_t* a, const typename W::type* w_gate,

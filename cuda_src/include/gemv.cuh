@@ -40,6 +40,24 @@ DEVICE void gemv_add(float* h, const bf16* x, const typename Engine::W::type* w,
   for (int i = j + blockDim.x; i < rows.count; i += blockDim.x) h[i] += Engine::W::SCALED ? sums.total(i) * scales[i] : sums.total(i);
 }
 
+// One rank's share of a row-parallel product: y[n] = bf16(scale[n]·(W·x)[n]). The ranks' shares are summed by an all-reduce.
+template <class Engine>
+DEVICE void gemv_store(bf16* y, const bf16* x, const typename Engine::W::type* w, const float* scale, int N, int K, float* shared) {
+  griddep_launch();
+  const Share rows = block_share(N);
+  const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
+  const Sums sums{shared, rows.count};
+  Engine engine;
+  engine.request(at, rows.count, K);
+  const float* scales = sums.constants(0);
+  if (Engine::W::SCALED) stage(sums.constants(0), scale + rows.begin, rows.count);
+  griddep_wait();
+  engine.input(x, K);
+  engine.multiply(sums, at, K, 0.f);
+  for (int j = threadIdx.x; j < rows.count; j += blockDim.x)
+    y[rows.begin + j] = __float2bfloat16_rn(Engine::W::SCALED ? sums.total(j) * scales[j] : sums.total(j));
+}
+
 // RMSNorm, then gate and up, then SwiGLU: act[i] = silu(gate_i·x)·(up_i·x).
 template <class Engine>
 DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename Engine::W::type* w_gate, const float* s_gate,

@@ -72,6 +72,12 @@ class Gemm:
         dims = [a.shape[0], w.N, w.K]
         self._launch(dev, "add", -(-w.N // BN), a, [w], [h, a, *self._weights(w)], dims)
 
+    def store(self, dev: Device, y: Buffer, a: Buffer, w: Linear) -> None:
+        """y bf16 [T, N] = A·Wᵀ, A bf16 [T, K]: a rank's share of a row-parallel product."""
+        check_buffer(y, (a.shape[0], w.N), BF16, "y")
+        dims = [a.shape[0], w.N, w.K]
+        self._launch(dev, "store", -(-w.N // BN), a, [w], [y, a, *self._weights(w)], dims)
+
     def swiglu(self, dev: Device, act: Buffer, a: Buffer, gate: Linear, up: Linear) -> None:
         """act bf16 [T, I] = silu(A·Wgᵀ)·(A·Wuᵀ), A f16 [T, K]."""
         require((gate.N, gate.K) == (up.N, up.K), f"gate is {gate.weight.shape}, up is {up.weight.shape}")

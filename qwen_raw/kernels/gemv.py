@@ -23,7 +23,7 @@ class Variants:
 
     def choose(self, op: str, K: int) -> tuple[int, int]:
         """(C, threads): the fewest packs a thread that a block of whole warps can cover K with."""
-        table = self.add_threads if op == "add" else self.normed_threads
+        table = self.add_threads if op in ("add", "store") else self.normed_threads
         for C, most in table.items():
             threads = -(-(K // self.pack) // (C * WARP)) * WARP
             if threads <= most:
@@ -76,6 +76,15 @@ class Gemv:
         check_buffer(x, (w.K,), BF16, "x")
         args = [h, x, *self._weights(w), np.int32(w.N), np.int32(w.K)]
         self._launch(dev, "add", w.N, 1, w.K, args, pdl, grid)
+
+    def store(
+        self, dev: Device, y: Buffer, x: Buffer, w: Linear, *, pdl: bool = False, grid: int | None = None
+    ) -> None:
+        """y bf16 [N] = W·x, x bf16 [K]: a rank's share of a row-parallel product."""
+        check_buffer(y, (w.N,), BF16, "y")
+        check_buffer(x, (w.K,), BF16, "x")
+        args = [y, x, *self._weights(w), np.int32(w.N), np.int32(w.K)]
+        self._launch(dev, "store", w.N, 1, w.K, args, pdl, grid)
 
     def swiglu(
         self,

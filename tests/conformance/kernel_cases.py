@@ -77,14 +77,19 @@ ADD = {"bf16": NORMED["bf16"] | {4: 8328, 8: 20616}, "fp8": NORMED["fp8"] | {4: 
 def gemv_cases(gemv: Any) -> list[Case]:
     """Every variant of a weight type's kernels."""
     suffix = "fp8" if gemv.fp8 else "bf16"
-    ops: dict[str, Callable[..., Outputs]] = {"add": gemv_add, "swiglu": gemv_swiglu, "qkv": gemv_qkv}
+    ops: dict[str, Callable[..., Outputs]] = {
+        "add": gemv_add,
+        "store": gemv_store,
+        "swiglu": gemv_swiglu,
+        "qkv": gemv_qkv,
+    }
     if not gemv.fp8:
         ops["logits"] = gemv_logits
 
     def case(op: str, C: int, K: int) -> Case:
         return Case(f"gemv_{op}_{suffix}_c{C}", lambda machine, rng: ops[op](machine.dev, rng, gemv, K))
 
-    return [case(op, C, K) for op in ops for C, K in (ADD if op == "add" else NORMED)[suffix].items()]
+    return [case(op, C, K) for op in ops for C, K in (ADD if op in ("add", "store") else NORMED)[suffix].items()]
 
 
 def gemv_add(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
@@ -94,6 +99,13 @@ def gemv_add(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
     gemv.add(dev, h, dev.array(bf16_input(rng, K)[0]), make_linear(dev, rng, 37, K, gemv.fp8)[0], grid=3)
     new = h.download()
     return {"h": Output(new, 2.0**-22 * (np.abs(old) + np.abs(new)).astype(np.float64) if gemv.fp8 else 0.0)}
+
+
+def gemv_store(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
+    """The sums agree in every bit, and so do their products with a scale, and the rounding."""
+    y, x = dev.zeros((37,), BF16), dev.array(bf16_input(rng, K)[0])
+    gemv.store(dev, y, x, make_linear(dev, rng, 37, K, gemv.fp8)[0], grid=3)
+    return {"y": exact(y.download())}
 
 
 def normed_input(dev: Any, rng: np.random.Generator, K: int) -> tuple[Buffer, Buffer]:
@@ -149,6 +161,12 @@ def gemm_cases(gemm: Any) -> list[Case]:
         new = h.download()
         return {"h": Output(new, cut(machine, A, W) + 2.0**-22 * (np.abs(old) + np.abs(new)))}
 
+    def store(machine: Machine, rng: np.random.Generator) -> Outputs:
+        dev, y = machine.dev, machine.dev.zeros((T, 130), BF16)
+        (a, A), (w, W) = bf16_input(rng, T, K), make_linear(dev, rng, 130, K, gemm.fp8)
+        gemm.store(dev, y, dev.array(a), w)
+        return {"y": rounded(y.download(), cut(machine, A, W))}
+
     def f32(machine: Machine, rng: np.random.Generator) -> Outputs:
         dev, c = machine.dev, machine.dev.zeros((T, 130), F32)
         (a, A), (w, W) = bf16_input(rng, T, K), make_linear(machine.dev, rng, 130, K, False)
@@ -173,7 +191,7 @@ def gemm_cases(gemm: Any) -> list[Case]:
         slack = 2 * float(cut(machine, A, W).max()) + 2.0**-21 * float(np.abs(A @ W.T).max() + np.abs(bias).max())
         return {name: rounded(buffer.download(), slack) for name, buffer in (("q", q), ("k", k), ("v", v))}
 
-    runs = {"add": add, "swiglu": swiglu, "qkv": qkv} | ({} if gemm.fp8 else {"f32": f32})
+    runs = {"add": add, "store": store, "swiglu": swiglu, "qkv": qkv} | ({} if gemm.fp8 else {"f32": f32})
     return [Case(f"gemm_{op}_{suffix}", run) for op, run in runs.items()]
 
 

@@ -55,6 +55,17 @@ def test_add(dev: Any, rng: np.random.Generator, gemm: Any, T: int, N: int, K: i
 
 
 @GEMMS
+@pytest.mark.parametrize(("T", "N", "K"), SHAPES)
+def test_store(dev: Any, rng: np.random.Generator, gemm: Any, T: int, N: int, K: int) -> None:
+    w, W = make_linear(dev, rng, N, K, gemm.fp8)
+    a, A = bf16_input(rng, T, K)
+    y = dev.empty((T, N), BF16)
+    y.fill(POISON)
+    gemm.store(dev, y, dev.array(a), w)
+    assert_close(bf16_to_f32(y.download()), A @ W.T, rel=4e-3, what="y")
+
+
+@GEMMS
 @pytest.mark.parametrize(("T", "I", "K"), [(1, 8, 16), (64, 64, 32), (65, 65, 48), (3, 130, 112)])
 def test_swiglu(dev: Any, rng: np.random.Generator, gemm: Any, T: int, I: int, K: int) -> None:  # noqa: E741
     (gate, G), (up, U) = make_linear(dev, rng, I, K, gemm.fp8), make_linear(dev, rng, I, K, gemm.fp8)

@@ -40,6 +40,18 @@ def test_add(dev: Any, rng: np.random.Generator, gemv: Any, N: int, K: int, grid
 
 
 @GEMVS
+@pytest.mark.parametrize(("N", "K"), SHAPES)
+@pytest.mark.parametrize("grid", [None, 3])
+def test_store(dev: Any, rng: np.random.Generator, gemv: Any, N: int, K: int, grid: int | None) -> None:
+    w, W = make_linear(dev, rng, N, K, gemv.fp8)
+    x, X = bf16_input(rng, K)
+    y = dev.empty((N,), BF16)
+    y.fill(POISON)
+    gemv.store(dev, y, dev.array(x), w, grid=grid)
+    assert_close(bf16_to_f32(y.download()), W @ X, rel=4e-3, what="y")
+
+
+@GEMVS
 @pytest.mark.parametrize(("I", "K"), SHAPES)
 def test_swiglu(dev: Any, rng: np.random.Generator, gemv: Any, I: int, K: int) -> None:  # noqa: E741
     (gate, G), (up, U) = make_linear(dev, rng, I, K, gemv.fp8), make_linear(dev, rng, I, K, gemv.fp8)
