@@ -82,10 +82,11 @@ class HostRing(Protocol):
 
 
 class Device(Protocol):
-    """One GPU (or one simulated one) with one main stream."""
+    """One GPU (or one simulated one) with one main stream. Several may share a GPU, each with its own stream."""
 
     kind: Literal["cuda", "sim"]
     name: str
+    ordinal: int  # which GPU: equal on devices that share one
     arch: str  # "sm_90a", or "sim"
     driver: str  # for people: "CUDA driver 13.0", "SIMT simulator, g++ 12.2"
     sm_count: int
@@ -114,6 +115,12 @@ class Device(Protocol):
         self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
     ) -> None:
         """Queue one launch. `pdl`: programmatic dependent launch; the kernel must griddep_wait() itself."""
+
+    def enable_peer(self, other: Device) -> None:
+        """Let kernels of this device read and write the memory of `other`; a second call does nothing.
+
+        Raises QwenRawError if the two have no peer path.
+        """
 
     def capture(self) -> AbstractContextManager[Capture]: ...
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qwen_raw.device import Arg, Dim, Kernel
+from qwen_raw.device import Arg, Device, Dim, Kernel
 from qwen_raw.driver import graph
 from qwen_raw.driver.check import NO_DEVICE, DriverError, call
 from qwen_raw.driver.context import Context
@@ -33,7 +33,11 @@ def arch_name(major: int, minor: int) -> str:
 
 
 class CudaDevice:
-    """One GPU with one main stream; use it from one thread at a time."""
+    """One GPU with one main stream; use it from one thread at a time.
+
+    Several devices may be opened on one GPU: they share its primary context, so each addresses the others' memory, and
+    work on their streams runs side by side.
+    """
 
     kind: Literal["cuda", "sim"] = "cuda"
 
@@ -205,15 +209,17 @@ class CudaDevice:
     def _require_reachable(self, kernel: CudaKernel, buffer: CudaBuffer) -> None:
         """Raises unless this GPU may read `buffer`: its own, pinned memory, or a peer's after enable_peer()."""
         buffer.require_alive()
-        elsewhere = buffer.context is not self.context and not buffer.owner.portable
+        elsewhere = buffer.context.ordinal != self.ordinal and not buffer.owner.portable
         if elsewhere and buffer.context.ordinal not in self._peers:
             raise QwenRawError(f"{kernel.name} on GPU {self.ordinal} was given {buffer!r}: enable peer access first")
 
-    def enable_peer(self, other: CudaDevice) -> None:
+    def enable_peer(self, other: Device) -> None:
         """Lets kernels of this device read and write the memory of `other`; a second call does nothing.
 
         Raises QwenRawError if the two have no peer path.
         """
+        if not isinstance(other, CudaDevice):
+            raise QwenRawError(f"GPU {self.ordinal} cannot access the memory of {other.name}")
         if other.ordinal == self.ordinal or other.ordinal in self._peers:
             return
         driver = self.context.driver

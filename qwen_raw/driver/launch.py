@@ -185,5 +185,8 @@ class CudaKernel:
         if nbytes > self._dynamic_smem:
             driver = self.context.driver
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            call(driver.cuFuncSetAttribute, self.function, attribute, nbytes)
-            self._dynamic_smem = nbytes
+            # Devices that share a GPU share the function: another may have asked for more, which must stand.
+            self._dynamic_smem = int(call(driver.cuFuncGetAttribute, attribute, self.function))
+            if nbytes > self._dynamic_smem:
+                call(driver.cuFuncSetAttribute, self.function, attribute, nbytes)
+                self._dynamic_smem = nbytes

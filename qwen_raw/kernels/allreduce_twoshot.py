@@ -10,7 +10,7 @@ import numpy as np
 
 from qwen_raw.device import U32, Arg, Buffer, Device
 from qwen_raw.errors import require
-from qwen_raw.kernels.peers import MAX_RANKS, PollLimit, check_message, message_grid, peer_struct
+from qwen_raw.kernels.peers import MAX_RANKS, PollLimit, check_message, load_everywhere, message_grid, peer_struct
 
 STEM = "allreduce_twoshot"
 BLOCKS = 64  # flag words are laid out for this many blocks
@@ -40,6 +40,7 @@ class TwoShotWorkspace:
         results = [dev.empty((2, capacity, 4), U32) for dev in devices]
         flags = [dev.zeros((2, BLOCKS, MAX_RANKS), U32) for dev in devices]
         control = [dev.zeros((2,), U32) for dev in devices]
+        load_everywhere(devices, STEM, [f"allreduce_twoshot_{add}bf16" for add in ("", "add_")])
         for dev in devices:
             dev.synchronize()
         peers = (peer_struct(payload), peer_struct(results), peer_struct(flags))

@@ -61,3 +61,24 @@ def check_message(out: Buffer, inp: Buffer, capacity: int, add: bool) -> int:
 def message_grid(dev: Device, n: int, block: int, most: int) -> int:
     """Blocks for a message of n packs, one pack a thread, no more than `most`."""
     return max(1, min((n + block - 1) // block, most, dev.sm_count))
+
+
+def load_everywhere(devices: Sequence[Device], stem: str, names: Sequence[str]) -> None:
+    """Load kernels that wait for each other on every device now: loading one may wait for what runs, for ever."""
+    for dev in devices:
+        for name in names:
+            dev.kernel(stem, name)
+
+
+def ranks_on_gpu(devices: Sequence[Device], rank: int) -> int:
+    """How many ranks share the GPU of `rank`, itself included."""
+    return sum(dev.ordinal == devices[rank].ordinal for dev in devices)
+
+
+def polling_blocks(dev: Device, ranks: int) -> int:
+    """Most blocks of a kernel that polls on a GPU that so many ranks share.
+
+    All ranks' polling blocks together take half of the multiprocessors at most: the rest is left to the rank that the
+    others wait for, whatever it has to compute first.
+    """
+    return dev.sm_count if ranks == 1 else max(1, dev.sm_count // (2 * ranks))

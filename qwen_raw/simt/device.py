@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qwen_raw.device import U64, Arg, Dim, Kernel
+from qwen_raw.device import U64, Arg, Device, Dim, Kernel
 from qwen_raw.errors import QwenRawError
 from qwen_raw.simt.buffer import Allocation, SimBuffer, SimHostRing
 from qwen_raw.simt.kernel import (
@@ -92,7 +92,7 @@ class SimDevice:
         self.world = SimWorld(1, seed=seed, race=race, sanitize=sanitize) if world is None else world
         if not 0 <= rank < self.world.ranks:
             raise QwenRawError(f"rank {rank} of a simulated world of {self.world.ranks}")
-        self.rank = rank
+        self.rank = self.ordinal = rank
         self.name = f"SIMT simulator, rank {rank} of {self.world.ranks}" if self.world.ranks > 1 else "SIMT simulator"
         self.driver = f"SIMT simulator, {self.world.library.compiler}"
         self.sm_count = sm_count
@@ -158,6 +158,14 @@ class SimDevice:
             keep=[arg for arg in args if isinstance(arg, SimBuffer)],
         )
         self._queue(lambda: self.world.launch(prepared))
+
+    def enable_peer(self, other: Device) -> None:
+        """Nothing to do: ranks of one world reach each other.
+
+        Raises QwenRawError for a device of another one.
+        """
+        if not isinstance(other, SimDevice) or other.world is not self.world:
+            raise QwenRawError(f"{other.name} is not a rank of the same simulated world")
 
     def capture(self) -> AbstractContextManager[SimCapture]:
         """Records what the with-block launches: `with device.capture() as c: …`, then `c.graph.launch()`."""

@@ -98,7 +98,9 @@ R cuGraphLaunch(void* x, void* s) { NOTE(""); return 0; }
 R cuGraphDestroy(void* g) { NOTE(""); free(g); return 0; }
 R cuGraphExecDestroy(void* x) { NOTE(""); free(x); return 0; }
 R cuFuncLoad(void* f) { NOTE(""); return 0; }
-R cuFuncSetAttribute(void* f, int a, int v) { NOTE("%d %d", a, v); return 0; }
+static int smem_allowed = 48 << 10;
+R cuFuncSetAttribute(void* f, int a, int v) { NOTE("%d %d", a, v); smem_allowed = v; return 0; }
+R cuFuncGetAttribute(int* v, int a, void* f) { *v = smem_allowed; return 0; }
 
 typedef struct { int id; char pad[4]; union { int one; struct { unsigned x, y, z; } dim; char pad[64]; } value; } Attribute;
 typedef struct { unsigned grid[3], block[3], smem; void* stream; Attribute* attrs; unsigned count; } Config;

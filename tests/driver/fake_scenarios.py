@@ -164,6 +164,24 @@ def scenario_launch_refuses(fake: Fake) -> None:
     assert calls.count("cuCtxEnablePeerAccess 0 1") == 1 and sum(c.startswith("cuLaunch") for c in calls) == 2
 
 
+def scenario_devices_on_one_gpu(fake: Fake) -> None:
+    """They address each other's memory without being asked to, and leave each other's shared memory limits alone."""
+    first, second = CudaDevice(0), CudaDevice(0)
+    mine, theirs = kernel(first), kernel(second)
+    first.enable_peer(second)
+    x, one = first.zeros((4,), I32), np.int32(1)
+    fake.calls()
+    launch(second, theirs, [x, one])
+    assert [c.split()[0] for c in fake.calls()] == ["cuLaunchKernelEx"]
+    launch(first, mine, [x, one], smem=100_000)
+    launch(second, theirs, [x, one], smem=60_000)
+    assert [c for c in fake.calls() if c.startswith("cuFuncSet")] == ["cuFuncSetAttribute 8 100000"]
+    raises(QwenRawError, "was launched on GPU 0", lambda: launch(second, mine, [x, one]))
+    first.close()
+    raises(QwenRawError, "after its memory was freed", lambda: launch(second, theirs, [x, one]))
+    assert second.zeros((4,), I32).ptr  # closing one leaves the other
+
+
 def scenario_capture(fake: Fake) -> None:
     device = CudaDevice(0)
     k, x, doomed = kernel(device), device.zeros((4,), I32), device.zeros((8,), I32)

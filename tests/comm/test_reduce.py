@@ -1,0 +1,105 @@
+"""Reducers: sums over ranks through the interface that the engine uses, on the simulator and on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_reference import bf16_input
+
+from qwen_raw.comm.reduce import PATHS, Reducer, create_reducers
+from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.simt import run
+from qwen_raw.simt.device import SimDevice
+from qwen_raw.simt.world import SimWorld
+
+LIMIT_NS = 2_000_000_000
+SIZES = (8, 896, 16, 3584, 8192, 24)
+
+
+@dataclass
+class Ranks:
+    """Devices; `together()`: what the block queues starts at once, where that can be said; `finish()`: wait for all."""
+
+    devices: list[Any]
+    together: Callable[[], AbstractContextManager[Any]]
+
+    def finish(self) -> None:
+        for dev in self.devices:
+            dev.synchronize()
+
+
+@pytest.fixture(
+    params=[
+        "sim-2",
+        "sim-8",
+        *(pytest.param(f"cuda-{name}", marks=pytest.mark.gpu) for name in ("0,0", "0,0,0,0,0,0,0,0", "0,1", "0,0,1,1")),
+    ]
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    kind, _, which = request.param.partition("-")
+    if kind == "sim":
+        sanitize = "address" if run.active() else None
+        with SimWorld(int(which), seed=11, sanitize=sanitize) as world:  # type: ignore[arg-type]
+            yield Ranks([SimDevice(world=world, rank=r) for r in range(world.ranks)], world.together)
+        return
+    from qwen_raw.driver.device import CudaDevice
+    from qwen_raw.driver.probe import probe
+
+    ordinals = [int(n) for n in which.split(",")]
+    if max(ordinals) >= len(probe().gpus):
+        pytest.skip("needs two GPUs")
+    with ExitStack() as stack:
+        yield Ranks([stack.enter_context(CudaDevice(n)) for n in ordinals], nullcontext)
+
+
+class Call:
+    """One reduction of fresh random vectors: `queue(rank)`, then `check()`."""
+
+    def __init__(self, ranks: Ranks, rng: np.random.Generator, n: int) -> None:
+        self._parts = [bf16_input(rng, n) for _ in ranks.devices]
+        self._base = rng.standard_normal(n).astype(np.float32)
+        self._partials = [dev.array(bits) for dev, (bits, _) in zip(ranks.devices, self._parts, strict=True)]
+        self._h = [dev.array(self._base) for dev in ranks.devices]
+
+    def queue(self, reducers: Sequence[Reducer], rank: int, *, pdl: bool) -> None:
+        reducers[rank].add(self._h[rank], self._partials[rank], pdl=pdl)
+
+    def check(self) -> None:
+        total = np.zeros_like(self._base)
+        for _, values in self._parts:
+            total += values.astype(np.float32)
+        for rank, h in enumerate(self._h):
+            np.testing.assert_array_equal(h.download(), self._base + total, err_msg=f"rank {rank}")
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_adds_the_sum_in_rank_order(ranks: Ranks, rng: np.random.Generator, path: str, pdl: bool) -> None:
+    reducers = create_reducers(ranks.devices, path=path, elements=max(SIZES), limit_ns=LIMIT_NS)
+    assert [r.path for r in reducers] == [path] * len(ranks.devices)
+    calls = [Call(ranks, rng, n) for n in SIZES]
+    ranks.finish()
+    with ranks.together():
+        for call in calls:
+            for rank in range(len(reducers)):
+                call.queue(reducers, rank, pdl=pdl)
+    ranks.finish()
+    for call in calls:
+        call.check()
+    assert [r.fault() for r in reducers] == [None] * len(reducers)
+
+
+def test_requests_that_cannot_be_met(ranks: Ranks) -> None:
+    with pytest.raises(UsageError, match="no path 'smoke' for sums over ranks: choose auto, lamport"):
+        create_reducers(ranks.devices, path="smoke", elements=8, limit_ns=0)
+    with pytest.raises(QwenRawError, match="messages of 0 elements"):
+        create_reducers(ranks.devices, path="lamport", elements=0, limit_ns=0)
+    with pytest.raises(QwenRawError, match="9 ranks"):
+        create_reducers((ranks.devices * 9)[:9], path="lamport", elements=8, limit_ns=0)
+    with SimWorld(1) as other, pytest.raises(QwenRawError):
+        create_reducers([ranks.devices[0], SimDevice(world=other)], path="lamport", elements=8, limit_ns=0)
