@@ -1,17 +1,28 @@
 // sample.cu - logits → the next id, on the device: greedy, or temperature by the Gumbel-max trick; then the decode state moves on.
 //
+// sample_f32         one rank holds all rows of the LM head
+// sample_ranks_f32   each rank holds some of the rows (tensor parallelism); all choose the same id
+//
 //   id = argmax over v < text_vocab of  logits[v] / temperature + noise(v),   noise = 0 when greedy, else -log(-log(u)), u ∈ (0, 1)
 //
 // u comes from Philox4x32-10 (Salmon et al., SC'11): counter (v, position of the id being chosen, 0, 0), key = seed; so a draw depends on
-// nothing but seed, position and row, and the host's reference draws the same. Ties go to the lowest id. Rows from text_vocab on are padding.
+// nothing but seed, position and row, and the host's reference draws the same, as do any number of ranks. Ties go to the lowest id. Rows from text_vocab on are padding.
 // Every block reduces a slice; the last to arrive reduces the blocks, writes the id where the next step's embedding reads it, advances the
 // position, and posts {id, hash of the logits' bits} and then the step number to the host's ring. A logit that is not finite posts
 // BAD_ID instead. Definition in Python: qwen_raw/generation/sampling.py; of the hash: qwen_raw/generation/runner.py.
 //
-// grid: any (blocks stride over the rows); block: 256. bytes moved: 4·text_vocab.
-// PRECOND  text_vocab <= V. PRECOND  best holds gridDim.x × 2 words of 64 bits; counter zero before the first launch; ring holds 2·slots words. minimum arch: sm_80
+// Between ranks. The last block stores its rank's best and hash, 96 bits, into every peer's mailbox as one pack, 24 bits a word; the upper 8 bits
+// of each word are a tag, the low bits of the step's number. A word that carries the step's tag is that step's word: each says so itself,
+// so nothing has to be ordered, armed or cleared. Two slots, by the step's parity: while this rank is in step s a peer is in s or s + 1, because it
+// cannot end s + 1 without this rank's pack of s + 1, which is pushed after this rank has read all of s. So the slot that is polled holds
+// the pack of step s - 2 until it holds that of s: equality of tags is exact, however often 8 bits wrap. Every rank takes the maximum of
+// the same candidates, and hashes add up in any order: all ranks hold the same state without a word from the host.
+//
+// grid: any (blocks stride over the rows); block: 256. bytes moved: 4·rows; over the link 16 bytes a peer.
+// PRECOND  text_vocab <= V. PRECOND  best holds gridDim.x × 2 words of 64 bits; counter zero before the first launch; ring holds 2·slots words.
+// PRECOND  sample_ranks: mailboxes [2, 8] packs, zero, and step 0 on all ranks before the first launch; all ranks make the same launches. minimum arch: sm_80
+#include "include/lamport.cuh"
 #include "include/reduce.cuh"
-#include "include/ptx.cuh"
 
 constexpr uint32_t BAD_ID = 0xffffffffu;
 constexpr int THREADS = 256;
@@ -69,6 +80,48 @@ DEVICE void block_best(uint64_t& rank, uint32_t& hash, uint64_t* ranks, uint32_t
   for (int i = 1; i < int(blockDim.x) / WARP; i++) rank = rank_max(rank, ranks[i]), hash += hashes[i];
 }
 
+struct Shared {
+  uint64_t ranks[WARP];
+  uint32_t hashes[WARP];
+  uint32_t arrived;
+};
+
+// Best rank and hash of this GPU's rows, global ids first … first + rows - 1. True in the last block to arrive, whose thread 0 has them.
+DEVICE bool best_of_rows(uint64_t& rank, uint32_t& hash, const float* logits, const SampleParams& p, uint32_t position, int first, int rows,
+                         uint64_t* best, uint32_t* counter, Shared& sh) {
+  rank = 0, hash = 0;
+  const int end = min(rows, p.text_vocab - first);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
+    const float x = logits[i];
+    const uint32_t v = uint32_t(first + i);
+    hash += (__float_as_uint(x) ^ v * 0x9E3779B1u) * 0x85EBCA6Bu;  // a sum, so that the order of blocks does not matter
+    rank = rank_max(rank, rank_of(p.temperature == 0.f ? x : x / p.temperature + gumbel(philox(v, position, p.seed_lo, p.seed_hi)), v));
+  }
+  block_best(rank, hash, sh.ranks, sh.hashes);
+  if (threadIdx.x == 0) {
+    best[2 * blockIdx.x] = rank;
+    best[2 * blockIdx.x + 1] = hash;
+    sh.arrived = atom_inc_acq_rel_gpu(counter, gridDim.x - 1);
+  }
+  __syncthreads();
+  if (sh.arrived != gridDim.x - 1) return false;
+  rank = 0, hash = 0;
+  for (int i = threadIdx.x; i < int(gridDim.x); i += blockDim.x) rank = rank_max(rank, best[2 * i]), hash += uint32_t(best[2 * i + 1]);
+  block_best(rank, hash, sh.ranks, sh.hashes);
+  return true;
+}
+
+// By one thread: the state moves on, and the host is told.
+DEVICE void commit(DecodeState* state, uint64_t* ring, int slots, uint64_t rank, uint32_t hash) {
+  const uint32_t id = uint32_t(rank >> 32) == 0xffffffffu ? BAD_ID : ~uint32_t(rank), step = state->step;
+  state->token = id == BAD_ID ? 0 : int32_t(id);  // steps already queued must still read a real row
+  state->pos += 1;
+  state->step = step + 1;
+  uint64_t* slot = ring + 2 * (step % uint32_t(slots));
+  st_release_sys_u64(slot, uint64_t(hash) << 32 | id);
+  st_release_sys_u64(slot + 1, uint64_t(step) + 1);
+}
+
 KERNEL(THREADS) void
 sample_f32(DecodeState* state,          // [1]
            const float* logits,         // [V]
@@ -77,37 +130,61 @@ sample_f32(DecodeState* state,          // [1]
            uint32_t* counter,           // [1]
            uint64_t* ring,              // [slots, 2] host memory: {hash << 32 | id, step}
            int slots) {
-  SHARED(uint64_t[WARP], ranks);
-  SHARED(uint32_t[WARP], hashes);
-  SHARED(uint32_t, arrived);
+  SHARED(Shared, sh);
   griddep_launch();
   griddep_wait();
   const SampleParams p = *params;
-  const uint32_t position = uint32_t(state->pos) + 1;
-  uint64_t rank = 0;
-  uint32_t hash = 0;
-  for (int v = blockIdx.x * blockDim.x + threadIdx.x; v < p.text_vocab; v += gridDim.x * blockDim.x) {
-    const float x = logits[v];
-    hash += (__float_as_uint(x) ^ uint32_t(v) * 0x9E3779B1u) * 0x85EBCA6Bu;  // a sum, so that the order of blocks does not matter
-    rank = rank_max(rank, rank_of(p.temperature == 0.f ? x : x / p.temperature + gumbel(philox(v, position, p.seed_lo, p.seed_hi)), v));
-  }
-  block_best(rank, hash, ranks, hashes);
-  if (threadIdx.x == 0) {
-    best[2 * blockIdx.x] = rank;
-    best[2 * blockIdx.x + 1] = hash;
-    arrived = atom_inc_acq_rel_gpu(counter, gridDim.x - 1);
-  }
+  uint64_t rank;
+  uint32_t hash;
+  if (best_of_rows(rank, hash, logits, p, uint32_t(state->pos) + 1, 0, p.text_vocab, best, counter, sh) && threadIdx.x == 0)
+    commit(state, ring, slots, rank, hash);
+}
+
+// A candidate as a pack whose every word carries `tag`, and back.
+DEVICE uint4 tagged(uint64_t rank, uint32_t hash, uint32_t tag) {
+  const uint32_t lo = uint32_t(rank), hi = uint32_t(rank >> 32), t = tag << 24;
+  return make_uint4(t | (lo & 0xffffffu), t | (lo >> 24 | (hi & 0xffffu) << 8), t | (hi >> 16 | (hash & 0xffu) << 16), t | hash >> 8);
+}
+DEVICE bool carries(uint4 v, uint32_t tag) { return v.x >> 24 == tag && v.y >> 24 == tag && v.z >> 24 == tag && v.w >> 24 == tag; }
+DEVICE uint64_t rank_in(uint4 v) {
+  const uint32_t lo = (v.x & 0xffffffu) | v.y << 24, hi = (v.y >> 8 & 0xffffu) | v.z << 16;
+  return uint64_t(hi) << 32 | lo;
+}
+DEVICE uint32_t hash_in(uint4 v) { return (v.z >> 16 & 0xffu) | v.w << 8; }
+
+KERNEL(THREADS) void
+sample_ranks_f32(DecodeState* state,          // [1] the same on all ranks
+                 const float* logits,         // [rows] of ids first … first + rows - 1
+                 const SampleParams* params,  // [1] the same on all ranks
+                 uint64_t* best,              // [grid, 2] scratch: rank, hash
+                 uint32_t* counter,           // [1]
+                 uint64_t* ring,              // [slots, 2] host memory: {hash << 32 | id, step}
+                 int slots, int first, int rows,
+                 BY_VALUE Peers mailboxes,  // each rank's mailbox, [2 parities, 8 sources] packs
+                 int rank, int world, BY_VALUE PollLimit limit) {
+  SHARED(Shared, sh);
+  griddep_launch();
+  griddep_wait();
+  const SampleParams p = *params;
+  uint64_t mine;
+  uint32_t hash;
+  if (!best_of_rows(mine, hash, logits, p, uint32_t(state->pos) + 1, first, rows, best, counter, sh)) return;
+  if (threadIdx.x == 0) sh.ranks[0] = mine, sh.hashes[0] = hash;
   __syncthreads();
-  if (arrived != gridDim.x - 1) return;
-  rank = 0, hash = 0;
-  for (int i = threadIdx.x; i < int(gridDim.x); i += blockDim.x) rank = rank_max(rank, best[2 * i]), hash += uint32_t(best[2 * i + 1]);
-  block_best(rank, hash, ranks, hashes);
+  const uint32_t step = state->step, tag = (step + 1) & 0xffu;
+  const int peer = threadIdx.x, slots_at = int(step & 1) * MAX_RANKS;
+  uint4 got = tagged(sh.ranks[0], sh.hashes[0], tag);
+  if (peer < world && peer != rank) {
+    st_volatile_v4(mailboxes.packs(peer) + slots_at + rank, got);
+    Watch watch = watch_start(limit);
+    const uint4* slot = mailboxes.packs(rank) + slots_at + peer;
+    while (!carries(got = ld_volatile_v4(slot), tag)) watch_poll(watch, rank, peer, step + 1);
+  }
+  __syncthreads();  // all have read sh, which is written again now
+  if (peer < world) sh.ranks[peer] = rank_in(got), sh.hashes[peer] = hash_in(got);
+  __syncthreads();
   if (threadIdx.x) return;
-  const uint32_t id = uint32_t(rank >> 32) == 0xffffffffu ? BAD_ID : ~uint32_t(rank), step = state->step;
-  state->token = id == BAD_ID ? 0 : int32_t(id);  // steps already queued must still read a real row
-  state->pos += 1;
-  state->step = step + 1;
-  uint64_t* slot = ring + 2 * (step % uint32_t(slots));
-  st_release_sys_u64(slot, uint64_t(hash) << 32 | id);
-  st_release_sys_u64(slot + 1, uint64_t(step) + 1);
+  mine = 0, hash = 0;
+  for (int i = 0; i < world; i++) mine = rank_max(mine, sh.ranks[i]), hash += sh.hashes[i];
+  commit(state, ring, slots, mine, hash);
 }

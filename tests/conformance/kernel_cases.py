@@ -313,6 +313,26 @@ def run_sample(machine: Machine, rng: np.random.Generator) -> Outputs:
     return {"states": exact(np.array(states)), "ring": exact(s.ring.words.copy())}
 
 
+def run_sample_ranks(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """The same between ranks that hold some rows each: all end in the same state, and post the same."""
+    parts = [range(0, 301), range(301, 700)]
+    samplers = Sampler.create_ranks(machine.ranks, parts, limit_ns=LIMIT_NS, blocks=3)
+    results: Outputs = {}
+    for step in range(5):
+        logits = fp32(rng, 700)
+        if step == 0:
+            logits[[57, 601]] = 9.0
+        seed, rows = int(rng.integers(1 << 63)), []
+        for rank, s in zip(machine.ranks, samplers, strict=True):
+            s.set_params(0.0 if step < 2 else 0.8, seed, 690)
+            rows.append(rank.array(logits[s.rows.start : s.rows.stop]))
+        with machine.together(("sample", "sample_ranks_f32")):
+            for rank, s, row in zip(machine.ranks, samplers, rows, strict=True):
+                sample(rank, row, s)
+        results |= {f"state {step}, rank {r}": exact(s.state.download()) for r, s in enumerate(samplers)}
+    return results | {f"ring of rank {r}": exact(s.ring.words.copy()) for r, s in enumerate(samplers)}
+
+
 def run_bandwidth(machine: Machine, rng: np.random.Generator) -> Outputs:
     """The sink is written if the words that some thread reads xor to one value: a single pack can be made to.
 
@@ -399,5 +419,6 @@ def all_cases() -> list[Case]:
         Case("rmsnorm_f32", run_rmsnorm),
         Case("rmsnorm_split_f32", run_rmsnorm_split),
         Case("sample_f32", run_sample),
+        Case("sample_ranks_f32", run_sample_ranks, ranks=2),
         Case("read_v4", run_bandwidth),
     ]
