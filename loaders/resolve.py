@@ -1,5 +1,6 @@
 """What a user calls a model → a Checkpoint: a folder, `random:SIZE[:SEED]`, a built-in model's name, or nothing."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -19,27 +20,42 @@ def builtin_path(name: str) -> Path:
     return Path(__file__).parent / "builtin" / name
 
 
-def open_model(spec: str | None = None, dtype: Literal["auto", "bf16", "fp8"] = "auto") -> Checkpoint:
-    """Open what `spec` names; None is the built-in tiny-shakespeare. A folder called like a built-in model is "./name".
+def open_model(
+    spec: str | os.PathLike[str] | None = None, dtype: Literal["auto", "bf16", "fp8"] = "auto"
+) -> Checkpoint:
+    """Open what `spec` names; None is the built-in tiny-shakespeare. A `Path` always names a folder.
+
+    A folder called like a built-in model is "./name" (or Path("name")).
 
     `dtype` is what a random model is made in; anything else has the dtype it is stored in. Raises UsageError or
     QwenRawError, one line each.
     """
     if spec is None:
         spec = DEFAULT_MODEL
+    if not isinstance(spec, str):
+        return open_checkpoint(_folder(spec))
     if spec in BUILTIN:
         return open_checkpoint(builtin_path(spec))
     if spec == "random" or spec.startswith("random:"):
         size, seed = parse_random(spec)
         return random_checkpoint(random_config(size), "fp8" if dtype == "fp8" else "bf16", seed)
+    return open_checkpoint(_folder(spec))
+
+
+def _folder(spec: str | os.PathLike[str]) -> Path:
+    """The folder that `spec` names, which exists."""
+    if not isinstance(spec, str | os.PathLike) or not isinstance(os.fspath(spec), str):
+        raise UsageError(
+            f"model is {spec!r} ({type(spec).__name__}), expected a str or a Path, or None for the built-in"
+        )
     folder = Path(spec).expanduser()
     if not spec or not folder.is_dir():
         what = "is a file, not a folder" if spec and folder.exists() else "is not a folder"
         raise UsageError(
-            f"model {spec!r} {what}; expected a folder with config.json and *.safetensors, {', '.join(BUILTIN)}, or "
-            f"random:SIZE with SIZE one of {', '.join(SIZES)} (nothing is downloaded)"
+            f"model {os.fspath(spec)!r} {what}; expected a folder with config.json and *.safetensors, "
+            f"{', '.join(BUILTIN)}, or random:SIZE with SIZE one of {', '.join(SIZES)} (nothing is downloaded)"
         )
-    return open_checkpoint(folder)
+    return folder
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, cast, get_args
@@ -16,6 +17,7 @@ from loaders.checkpoint import Checkpoint
 from loaders.config_json import read_json
 from loaders.resolve import open_model, open_tokenizer
 from loaders.tokenizer import Tokenizer
+from qwen_raw import checks
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import Device
 from qwen_raw.errors import QwenRawError, UsageError
@@ -31,11 +33,12 @@ DeviceName = Literal["auto", "cuda", "cpu", "sim"]
 DType = Literal["auto", "bf16", "fp8"]
 Prompt = str | Sequence[int]
 
+_SUPERSEDED = "this generation was ended by a newer request: an engine runs one at a time, finish one before the next"
 DEFAULT_MAX_MODEL_LEN = 32768  # bounds the KV cache of models with a longer context, unless more is asked for
 
 
 def load(
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     device: str = "auto",
     tp: int = 1,
     dtype: str = "auto",
@@ -44,8 +47,8 @@ def load(
 ) -> Engine:
     """Load a model and make it ready to generate.
 
-    model: a folder in Hugging Face layout, "random:7b" (or another size: synthetic weights), a built-in model's name,
-      or None for the built-in tiny-shakespeare.
+    model: a folder in Hugging Face layout (str or Path), "random:7b" (or another size: synthetic weights), a built-in
+      model's name, or None for the built-in tiny-shakespeare.
     device: "cuda"; "cpu", the NumPy reference; "sim", the GPU's kernels simulated on the CPU; "auto" is "cuda" where
       there is a usable GPU and "cpu" elsewhere.
     tp: tensor-parallel degree; this version runs 1.
@@ -56,6 +59,10 @@ def load(
     Raises UsageError for a request that cannot be met, QwenRawError for a failure on the way.
     """
     begin = perf_counter()
+    tp = checks.integer("tp", tp)
+    max_model_len = None if max_model_len is None else checks.integer("max_model_len", max_model_len)
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress is {progress!r}, expected a function of (stage, done, total)")
     _check_choice("device", device, get_args(DeviceName))
     _check_choice("dtype", dtype, get_args(DType))
     checkpoint = open_model(model, cast(DType, dtype))
@@ -83,7 +90,8 @@ def load(
 class Engine:
     """One loaded model. A context manager: leaving it frees everything it took.
 
-    It runs one generation at a time: a new request ends one that is still under way.
+    It runs one generation at a time, in one thread: a new request ends one that is still under way, whose iterator then
+    raises QwenRawError.
     """
 
     def __init__(
@@ -114,26 +122,32 @@ class Engine:
         """Sampling as generation_config.json has it: its temperature if it says do_sample, else greedy."""
         said = self.checkpoint.generation
         temperature = (1.0 if said.temperature is None else said.temperature) if said.do_sample else 0.0
-        return SamplingParams(temperature=temperature)
+        try:
+            return SamplingParams(temperature=temperature)
+        except UsageError as error:
+            raise QwenRawError(f"generation_config.json: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text to complete; control tokens written out in it count as such."""
-        if not text:
+        if not checks.text("the prompt", text):
             raise UsageError("the prompt is empty")
         return self.tokenizer.encode(text)
 
     def encode_chat(self, prompt: str, system: str | None = None) -> list[int]:
         """Token ids of one user message in the chat template; `system` None leaves that turn to the template."""
-        if not prompt:
+        if not checks.text("the prompt", prompt):
             raise UsageError("the prompt is empty")
+        if system is not None:
+            checks.text("the system message", system)
         messages: list[Mapping[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         path = self.checkpoint.path if self.has_chat_template else None
         return encode_chat(self.tokenizer, path, [*messages, {"role": "user", "content": prompt}])
 
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits [T, V] float32 after each of the T ids, teacher-forced."""
-        self._supersede()
-        return self.runner.logits(self._checked(ids))
+        ids = self._checked(ids)
+        self._end_active(_SUPERSEDED)
+        return self.runner.logits(ids)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
         """Start a generation; iterate over the result for pieces of text. `params` None: `default_params()`.
@@ -142,7 +156,7 @@ class Engine:
         """
         watch = Stopwatch()
         request = self._request(prompt, params)
-        self._supersede()
+        self._end_active(_SUPERSEDED)
         runner, syncs = self.runner, self.runner.host_syncs
         ids = runner.generate(
             request.ids,
@@ -182,7 +196,9 @@ class Engine:
         return stream.completion()
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        params = params or self.default_params()
+        params = self.default_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"params is a {type(params).__name__}, expected qwen_raw.SamplingParams")
         ids = self._checked(self.encode(prompt) if isinstance(prompt, str) else prompt)
         room = self.runner.max_model_len - len(ids)
         seed = None
@@ -192,6 +208,11 @@ class Engine:
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         """`ids` as a list of plain integers; UsageError if there is none, too many, or one without text."""
+        if isinstance(ids, str | bytes):
+            raise UsageError(f"expected token ids, not {type(ids).__name__}: encode(text) makes them of a text")
+        if not isinstance(ids, Iterable):
+            raise UsageError(f"a prompt is a text or a list of token ids, not {type(ids).__name__}")
+        ids = [checks.integer("a token id", token) for token in ids]
         if len(ids) == 0:
             raise UsageError("the prompt is empty")
         limit = self.runner.max_model_len
@@ -200,17 +221,17 @@ class Engine:
         for token in ids:
             if not 0 <= token < self.runner.text_vocab:
                 raise UsageError(f"token id {token} is outside 0…{self.runner.text_vocab - 1}")
-        return [int(token) for token in ids]
+        return ids
 
-    def _supersede(self) -> None:
-        """End a generation under way: its KV cache is about to be another's."""
+    def _end_active(self, because: str) -> None:
+        """End a generation under way: its KV cache is about to be another's, or nobody's."""
         if self._active is not None:
-            self._active.interrupt()
+            self._active.end(because)
             self._active = None
 
     def close(self) -> None:
         """Free the device; closing twice is harmless."""
-        self._supersede()
+        self._end_active("the engine was closed before this generation had ended")
         self.runner.close()
 
     def __enter__(self) -> Engine:
@@ -227,7 +248,7 @@ class Engine:
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise UsageError(f"{name} {value!r} is not one of {', '.join(choices)}")
 
 
@@ -262,6 +283,8 @@ def _open_device(wanted: DeviceName) -> tuple[Literal["cuda", "cpu", "sim"], Dev
 
         return "cuda", CudaDevice(0), ()
     except QwenRawError as error:
+        if wanted == "cuda" and isinstance(error, UsageError):
+            raise UsageError(f"{error}: use --device cpu to run without a GPU") from error
         if wanted == "cuda":
             raise
         # a machine without a GPU is no news to its owner; a GPU that cannot be used is

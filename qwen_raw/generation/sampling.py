@@ -9,12 +9,14 @@ numbers: as easy as 1, 2, 3", SC 2011).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from qwen_raw.checks import flag, integer, number, text
 from qwen_raw.errors import QwenRawError, UsageError
 
 U32 = npt.NDArray[np.uint32]
@@ -23,6 +25,7 @@ F32 = npt.NDArray[np.float32]
 PHILOX_ROUNDS = 10
 PHILOX_M = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))  # multipliers of words 0 and 2
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)  # what each key word grows by per round
+COLDEST, HOTTEST = 1e-4, 1e6  # temperatures at which logits in fp32 still mean something
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +39,37 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
+            raise UsageError(f"max_tokens must be at least 1, or None for no limit, not {self.max_tokens}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UsageError(f"temperature must be a number of at least 0, not {self.temperature}")
-        if 0 < self.temperature < 1e-4:
-            raise UsageError(f"temperature {self.temperature:g} is too close to 0: use 0 (greedy) or at least 0.0001")
+        if 0 < self.temperature < COLDEST:
+            raise UsageError(
+                f"temperature {self.temperature:g} is too close to 0: use 0 (greedy) or at least {COLDEST:g}"
+            )
+        if self.temperature > HOTTEST:
+            raise UsageError(f"temperature {self.temperature:g} is too high: use at most {HOTTEST:g}")
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise UsageError(f"seed must be from 0 to 2**64 - 1, not {self.seed}")
-        if isinstance(self.stop, str):
-            raise UsageError("stop is a sequence of strings: write stop=[text], not stop=text")
-        object.__setattr__(self, "stop", tuple(self.stop))
         if "" in self.stop:
             raise UsageError("a stop string is empty: it would end every generation before its first character")
+
+    def _check_types(self) -> None:
+        """Refuse what is of a wrong type; NumPy's scalars become Python's, any sequence of stop strings a tuple."""
+        if isinstance(self.stop, str):
+            raise UsageError("stop is a sequence of strings: write stop=[text], not stop=text")
+        if not isinstance(self.stop, Iterable):
+            raise UsageError(f"stop is {self.stop!r}, expected a sequence of strings; () for none")
+        values = {
+            "max_tokens": None if self.max_tokens is None else integer("max_tokens", self.max_tokens),
+            "temperature": number("temperature", self.temperature),
+            "seed": None if self.seed is None else integer("seed", self.seed),
+            "stop": tuple(text("a stop string", stop) for stop in self.stop),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 def philox4x32(counter: tuple[U32, U32, U32, U32], key: tuple[int, int]) -> tuple[U32, U32, U32, U32]:

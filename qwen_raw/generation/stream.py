@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.sampling import SamplingParams
 from qwen_raw.generation.stop import StopStrings
 from qwen_raw.observe.stats import Stats, Stopwatch
@@ -46,7 +47,8 @@ class Request:
 class TextStream:
     """Iterate for text pieces (whole characters, never empty); then `completion()` says how it went.
 
-    Not iterating to the end is an interruption: `interrupt()` ends it and returns the text still held back.
+    Not iterating to the end is an interruption: `interrupt()` ends it and returns the text still held back. Where
+    somebody else ended it (`end`), going on with the iteration raises QwenRawError.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class TextStream:
         self._measure = measure
         self._stats: Stats | None = None
         self._text: list[str] = []
+        self._ended_because: str | None = None  # by others than the consumer
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -83,6 +86,8 @@ class TextStream:
             piece = self._advance()
             if piece:
                 return piece
+        if self._ended_because is not None:
+            raise QwenRawError(self._ended_because)
         raise StopIteration
 
     def _advance(self) -> str:
@@ -102,11 +107,14 @@ class TextStream:
 
     def _finish(self, reason: FinishReason) -> str:
         """End the generation; the text that was held back."""
-        tail = self._stop.feed(self._decoder.flush()) + self._stop.flush()
-        self._text.append(tail)
         close = getattr(self._ids, "close", None)  # generators have it, plain iterators need it not
         if close is not None:
-            close()
+            try:
+                close()
+            except ValueError as error:  # how a generator says that it is being run at this moment
+                raise QwenRawError("the engine is at work in another thread: it serves one at a time") from error
+        tail = self._stop.feed(self._decoder.flush()) + self._stop.flush()
+        self._text.append(tail)
         self._stats = self._measure(len(self.token_ids))
         # last, so that a Ctrl-C in here leaves a stream that can still be ended
         self.finish_reason = "stop" if self._stop.stopped and reason == "length" else reason
@@ -115,6 +123,12 @@ class TextStream:
     def interrupt(self) -> str:
         """End the generation here, if it is still under way; the text that was held back."""
         return "" if self.finish_reason is not None else self._finish("interrupted")
+
+    def end(self, because: str) -> None:
+        """End it in the consumer's absence, if it is still under way: the consumer will be told why."""
+        if self.finish_reason is None:
+            self.interrupt()
+            self._ended_because = because
 
     def completion(self) -> Completion:
         """The result, after the last piece or an interruption; a stream under way is interrupted first."""

@@ -2,7 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,9 +75,56 @@ def test_a_seed_repeats_and_a_fresh_one_is_told(engine: Engine) -> None:
     fresh = engine.stream("KING", replace(params, seed=None))
     assert fresh.request.seed is not None
     again = engine.generate("KING", replace(params, seed=fresh.request.seed))
-    list(fresh)
-    assert fresh.completion().finish_reason == "interrupted"  # `again` took its place
     assert again.token_ids != first.token_ids
+
+
+@pytest.mark.parametrize("newer", ["generate", "stream", "logits", "close"])
+def test_a_generation_that_another_request_ended_says_so(newer: str) -> None:
+    """Silence would look like an ordinary end of the text. A request that is refused ends nothing."""
+    with load(device="cpu", max_model_len=64) as engine:
+        first = engine.stream("KING", SamplingParams(max_tokens=None, ignore_eos=True))
+        begun = next(first)
+        for refused in (engine.generate, engine.stream, engine.logits):
+            with pytest.raises(UsageError):
+                refused([])
+        begun += next(first)
+        engine.close() if newer == "close" else getattr(engine, newer)([5, 6])
+        for _ in range(2):
+            with pytest.raises(QwenRawError, match="closed before" if newer == "close" else "ended by a newer request"):
+                next(first)
+        done = first.completion()
+        assert done.finish_reason == "interrupted" and done.text.startswith(begun)
+
+
+def test_an_interrupted_or_finished_stream_ends_quietly(engine: Engine) -> None:
+    first = engine.stream("KING", SamplingParams(max_tokens=8))
+    next(first)
+    first.interrupt()
+    finished = engine.stream("KING", SamplingParams(max_tokens=2))
+    assert list(finished)
+    engine.generate("KING", SamplingParams(max_tokens=1))
+    assert list(first) == list(finished) == []
+
+
+def test_a_second_thread_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, leave = threading.Event(), threading.Event()
+    params = SamplingParams(max_tokens=3)
+
+    def slow(*_: object, **__: object) -> int:
+        inside.set()
+        assert leave.wait(60)
+        return 5
+
+    monkeypatch.setattr(qwen_raw.reference, "choose", slow)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(engine.generate, "KING", params)
+        assert inside.wait(60)
+        try:
+            with pytest.raises(QwenRawError, match="at work in another thread"):
+                engine.generate("KING", params)
+        finally:
+            leave.set()
+        assert other.result(60).token_ids == [5, 5, 5]
 
 
 def test_either_eos_ends_a_generation(copy: Path) -> None:
@@ -111,14 +160,44 @@ def test_the_context_ends_cleanly(length: int, max_tokens: int | None, generated
         ([-1], r"token id -1 is outside 0…4095"),
         ([1] * 2049, "the prompt has 2049 tokens, more than the 2048 of max_model_len"),
         ("\ud800", "not valid Unicode"),
+        (5, "a prompt is a text or a list of token ids, not int"),
+        (None, "a prompt is a text or a list of token ids, not NoneType"),
+        (b"abc", "expected token ids, not bytes"),
+        (["a"], "a token id is 'a' \\(str\\), expected an integer"),
+        ([True], "a token id is True \\(bool\\), expected an integer"),
+        ([1.0], "a token id is 1.0 \\(float\\), expected an integer"),
+        ([[1, 2]], r"a token id is \[1, 2\] \(list\), expected an integer"),
     ],
 )
 def test_wrong_prompts_are_refused_at_once(engine: Engine, prompt: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         engine.stream(prompt)
-    if isinstance(prompt, list):
+    if not isinstance(prompt, str):
         with pytest.raises(UsageError, match=message):
             engine.logits(prompt)
+
+
+def test_values_of_a_wrong_type_are_refused(engine: Engine) -> None:
+    """Each with what would be right, none with an error from inside."""
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: engine.generate("a", {"max_tokens": 3}), "params is a dict, expected qwen_raw.SamplingParams"),  # type: ignore[arg-type]
+        (lambda: engine.generate("a", 0), "params is a int, expected qwen_raw.SamplingParams"),  # type: ignore[arg-type]
+        (lambda: engine.logits("abc"), "expected token ids, not str: encode"),  # type: ignore[arg-type]
+        (lambda: engine.encode(5), "the prompt is 5 \\(int\\), expected a str"),  # type: ignore[arg-type]
+        (lambda: engine.encode_chat(b"a"), "the prompt is b'a' \\(bytes\\), expected a str"),  # type: ignore[arg-type]
+        (lambda: engine.encode_chat("a", 1), "the system message is 1 \\(int\\), expected a str"),  # type: ignore[arg-type]
+    ]
+    for call, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            call()
+
+
+def test_a_model_may_be_a_path(copy: Path) -> None:
+    """A Path is always a folder, whatever its name."""
+    with load(copy, device="cpu", max_model_len=8) as engine:
+        assert engine.generate("a", SamplingParams(max_tokens=1)).token_ids
+    with pytest.raises(UsageError, match="model 'tiny-shakespeare' is not a folder"):
+        load(Path("tiny-shakespeare"))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +208,14 @@ def test_wrong_prompts_are_refused_at_once(engine: Engine, prompt: Any, message:
         ({"tp": 3}, "tp 3 does not fit tiny-shakespeare's 4 query and 2 KV heads: use 1, 2 or 4"),
         ({"tp": 0}, "tp 0 does not fit"),
         ({"tp": 2}, "tp 2 is legal for tiny-shakespeare, but this version runs on one GPU"),
+        ({"tp": 1.0}, "tp is 1.0 \\(float\\), expected an integer"),
+        ({"tp": True}, "tp is True \\(bool\\), expected an integer"),
+        ({"max_model_len": "4k"}, "max_model_len is '4k' \\(str\\), expected an integer"),
+        ({"device": None}, "device None is not one of"),
+        ({"dtype": ["fp8"]}, "dtype \\['fp8'\\] is not one of"),
+        ({"model": 5}, "model is 5 \\(int\\), expected a str or a Path, or None"),
+        ({"model": b"tiny-shakespeare"}, "\\(bytes\\), expected a str or a Path"),
+        ({"progress": "bar"}, "progress is 'bar', expected a function"),
         ({"max_model_len": 0}, "max_model_len 0 is not from 1 to 2048"),
         ({"max_model_len": 2049}, "max_model_len 2049 is not from 1 to 2048"),
         ({"model": "random:7b:1", "dtype": "fp8", "max_model_len": 40000}, "not from 1 to 32768"),
@@ -146,6 +233,11 @@ def test_defaults_come_from_the_checkpoint(copy: Path) -> None:
     with load(str(copy), device="cpu", max_model_len=8) as engine:
         assert engine.default_params().temperature == 0.7
         assert engine.stream("a").request.params.temperature == 0.7
+    edit(copy / "generation_config.json", do_sample=True, temperature=1e300)
+    with load(str(copy), device="cpu", max_model_len=8) as engine:
+        with pytest.raises(QwenRawError, match=r"generation_config.json: temperature 1e\+300 is too high"):
+            engine.stream("a")
+        assert engine.generate("a", SamplingParams(max_tokens=1)).token_ids
     edit(copy / "generation_config.json", do_sample=False, temperature=0.7)
     with load(str(copy), device="cpu", max_model_len=8) as engine:
         assert engine.default_params().temperature == 0
@@ -231,13 +323,13 @@ def test_cuda_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from qwen_raw.driver import device
 
     def absent(ordinal: int) -> None:
-        raise UsageError("no NVIDIA driver was found on this machine: use --device cpu to run without one")
+        raise UsageError("no NVIDIA driver was found on this machine")
 
     def broken(ordinal: int) -> None:
         raise QwenRawError("cuCtxCreate failed: CUDA_ERROR_UNKNOWN")
 
     monkeypatch.setattr(device, "CudaDevice", absent)
-    with pytest.raises(UsageError, match="no NVIDIA driver"):
+    with pytest.raises(UsageError, match="no NVIDIA driver was found on this machine: use --device cpu"):
         load(device="cuda")
     with load(device="auto", max_model_len=8) as engine:
         assert (engine.device, engine.notes) == ("cpu", ())

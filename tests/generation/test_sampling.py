@@ -1,6 +1,7 @@
 """The host sampler: Philox against published vectors, the distribution it draws from, and what it never chooses."""
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,18 @@ def test_a_low_temperature_is_greedy_and_a_seed_repeats() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, or None for no limit, not 0"),
+        ({"max_tokens": "5"}, "max_tokens is '5' \\(str\\), expected an integer"),
+        ({"max_tokens": 5.0}, "max_tokens is 5.0 \\(float\\), expected an integer"),
+        ({"max_tokens": True}, "max_tokens is True \\(bool\\), expected an integer"),
+        ({"temperature": "hot"}, "temperature is 'hot' \\(str\\), expected a number"),
+        ({"temperature": None}, "temperature is None \\(NoneType\\), expected a number"),
+        ({"temperature": 10**400}, "temperature is 1000+\\.\\.\\. \\(int\\), expected a number"),
+        ({"temperature": 1e300}, "temperature 1e\\+300 is too high: use at most 1e\\+06"),
+        ({"seed": 1.5}, "seed is 1.5 \\(float\\), expected an integer"),
+        ({"stop": None}, "stop is None, expected a sequence of strings"),
+        ({"stop": [1]}, "a stop string is 1 \\(int\\), expected a str"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no' \\(str\\), expected True or False"),
         ({"temperature": -1.0}, "temperature must be a number of at least 0, not -1.0"),
         ({"temperature": float("nan")}, "temperature must be a number of at least 0, not nan"),
         ({"temperature": float("inf")}, "temperature must be a number of at least 0, not inf"),
@@ -133,4 +145,15 @@ def test_senseless_parameters_are_refused(values: dict[str, Any], message: str) 
 def test_parameters_at_their_limits_are_accepted() -> None:
     params = SamplingParams(max_tokens=1, temperature=1e-4, seed=(1 << 64) - 1, stop=["a", "b"])  # type: ignore[arg-type]
     assert params.stop == ("a", "b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hot = SamplingParams(temperature=1e6).temperature
+        choose(np.arange(3, dtype=np.float32), position=0, temperature=hot, seed=0, text_vocab=3)
     assert np.isfinite(gumbel_noise(16, 2**31 - 1, (1 << 64) - 1)).all()
+
+
+def test_numpy_scalars_become_pythons() -> None:
+    """So that what is in effect can be written as JSON."""
+    params = SamplingParams(np.int64(3), np.float32(0.5), np.uint64(2**64 - 1), ignore_eos=np.bool_(True))  # type: ignore[arg-type]
+    assert [type(v) for v in (params.max_tokens, params.temperature, params.seed)] == [int, float, int]
+    assert params == SamplingParams(3, 0.5, 2**64 - 1, ignore_eos=True) and params.ignore_eos is True
