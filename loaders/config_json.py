@@ -191,9 +191,12 @@ def _parse_rope(fields: Fields, max_position: int) -> tuple[float, Yarn | None]:
         if value is not None and not isinstance(value, dict):
             fields.fail(f"{key} is {value!r}, expected an object")
     rope = Fields(f"{fields.where}: {'rope_parameters' if modern else 'rope_scaling'}", modern or older or {})
-    theta = rope.optional_number("rope_theta") or fields.optional_number("rope_theta")
-    if not theta:
+    inner = rope.optional_number("rope_theta")
+    theta = fields.optional_number("rope_theta") if inner is None else inner
+    if theta is None:
         fields.fail("rope_theta is missing (neither rope_theta nor rope_parameters.rope_theta)")
+    if theta <= 1:
+        fields.fail(f"rope_theta is {theta:g}, expected a number above 1 (Qwen2.5 has 1000000)")
     kind = rope.values.get("rope_type", rope.values.get("type")) or "default"
     if rope.values.get("partial_rotary_factor") not in (None, 1):
         rope.fail(f"partial_rotary_factor {rope.values['partial_rotary_factor']!r} is not supported, only 1 is")
