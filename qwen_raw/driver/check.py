@@ -10,7 +10,6 @@ from typing import Any
 
 from qwen_raw.errors import QwenRawError, UsageError
 
-NO_DEVICE = "use --device cpu to run without one"
 # Results of cuInit that mean "this machine has no usable GPU", not "something broke".
 _ABSENT = {
     "CUDA_ERROR_NO_DEVICE": "no NVIDIA GPU is visible to this process",
@@ -54,7 +53,7 @@ def bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise UsageError(f"cuda-python is not installed ({error}): reinstall qwen-raw, or {NO_DEVICE}") from error
+        raise UsageError(f"cuda-python is not installed ({error}): reinstall qwen-raw") from error
     return driver
 
 
@@ -67,9 +66,9 @@ def initialised() -> Any:
     try:
         status = driver.cuInit(0)[0]
     except RuntimeError as error:  # the bindings' way to say that libcuda cannot be opened
-        raise UsageError(f"no NVIDIA driver was found on this machine: {NO_DEVICE}") from error
+        raise UsageError("no NVIDIA driver was found on this machine") from error
     if status.name in _ABSENT:
-        raise UsageError(f"{_ABSENT[status.name]}: {NO_DEVICE}")
+        raise UsageError(_ABSENT[status.name])
     if int(status) != 0:
         raise DriverError(f"cuInit(0) failed: {_describe(driver, status)}", status.name)
     return driver

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen_raw.driver.check import NO_DEVICE, call, initialised
+from qwen_raw.driver.check import call, initialised
 from qwen_raw.errors import QwenRawError, UsageError
 
 
@@ -18,7 +18,7 @@ class Context:
         count = call(self.driver.cuDeviceGetCount)
         if not 0 <= ordinal < count:
             have = f"this machine has GPUs 0…{count - 1}" if count > 1 else f"this machine has {count} GPU(s)"
-            raise UsageError(f"there is no GPU {ordinal}: {have}; choose another with --devices, or {NO_DEVICE}")
+            raise UsageError(f"there is no GPU {ordinal}: {have}")
         self.ordinal = ordinal
         self.device = call(self.driver.cuDeviceGet, ordinal)
         self.handle = call(self.driver.cuDevicePrimaryCtxRetain, self.device)

@@ -14,7 +14,7 @@ import numpy as np
 
 from qwen_raw.device import Arg, Device, Dim, Kernel
 from qwen_raw.driver import graph
-from qwen_raw.driver.check import NO_DEVICE, DriverError, call
+from qwen_raw.driver.check import DriverError, call
 from qwen_raw.driver.context import Context
 from qwen_raw.driver.launch import CudaKernel, Geometry, ParamLayout
 from qwen_raw.driver.memory import CudaBuffer, CudaHostRing, Pool
@@ -153,7 +153,7 @@ class CudaDevice:
         try:
             import cupy  # imported here: the CPU path works without it
         except ImportError as error:
-            raise UsageError(f"CuPy is not installed ({error}): reinstall qwen-raw, or {NO_DEVICE}") from error
+            raise UsageError(f"CuPy is not installed ({error}): reinstall qwen-raw") from error
         self.context.use()
         try:
             # This makes the run-time library retain the primary context too. CuPy keeps every module that it has loaded

@@ -47,7 +47,7 @@ def nvrtc() -> Any:
         module.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         raise UsageError(
-            f"the CUDA compiler NVRTC is not installed ({_first_line(error)}): reinstall qwen-raw, or use --device cpu"
+            f"the CUDA compiler NVRTC is not installed ({_first_line(error)}): reinstall qwen-raw"
         ) from error
     return module
 

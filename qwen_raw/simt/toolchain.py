@@ -78,7 +78,7 @@ def find_compiler() -> Compiler:
     Raises UsageError if there is none, or on a system that is not Linux.
     """
     if platform.system() != "Linux":
-        raise UsageError(f"the simulator runs on Linux, this is {platform.system()}: use --device cpu")
+        raise UsageError(f"the simulator runs on Linux, this is {platform.system()}")
     chosen = os.environ.get("CXX", "")
     tried = []
     for name in [chosen] if chosen else ["g++", "clang++", "c++"]:
