@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from qwen_raw.cli.process import guarded
 from qwen_raw.device import U32
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.errors import QwenRawError, UsageError
 from qwen_raw.kernels.bandwidth import read_all
 from qwen_raw.kernels.synthetic import synthetic_bf16
 
@@ -43,12 +43,7 @@ class Timing:
 
 def command(main: Callable[[], int]) -> NoReturn:
     """Run a bench and exit with its code; an error is one line on stderr, 2 for a wrong request, 1 for a failure."""
-    try:
-        code = main()
-    except QwenRawError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, UsageError) else 1
-    sys.exit(code)
+    sys.exit(guarded("bench", main))
 
 
 def time_ms(dev: CudaDevice, work: Callable[[], None], *, repeats: int, warmup: int = 1) -> Timing:

@@ -10,13 +10,13 @@ the cache holds, which decode reads at the same cost.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
 from loaders.resolve import open_model
+from qwen_raw.cli.arguments import Parser, natural, positive
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.model.runner import DeviceRunner
 
@@ -76,14 +76,14 @@ def host_rate(runner: DeviceRunner, tokens: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="decode tok/s at batch 1")
+    parser = Parser("python -m bench.decode", description="decode tok/s at batch 1")
     parser.add_argument(
         "--model", action="append", metavar="SPEC[:DTYPE]", help=f"repeatable; default {' '.join(DEFAULT)}"
     )
-    parser.add_argument("--context", type=int, action="append", help="repeatable; default 0")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--context", type=natural, action="append", help="repeatable; default 0")
+    parser.add_argument("--tokens", type=positive, default=128)
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--device", type=natural, default=0)
     parser.add_argument("--commit", help="recorded in the JSON where there is no git checkout")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of decode.json")
     a = parser.parse_args()

@@ -8,7 +8,6 @@ programmatic dependent launch, as in decode. GB/s counts the weights alone.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
 from loaders.synthetic import SIZES
+from qwen_raw.cli.arguments import Parser, natural, positive
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, E4M3, F32, I32, Buffer
 from qwen_raw.driver.device import CudaDevice
@@ -135,11 +135,11 @@ def measure(dev: CudaDevice, size: str, tp: int, dtype: str, blocks: list[int], 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="decode's matrix-vector products")
+    parser = Parser("python -m bench.gemv", description="decode's matrix-vector products")
     parser.add_argument("--model", nargs="+", default=["7b"], choices=list(SIZES))
-    parser.add_argument("--tp", nargs="+", type=int, default=[1])
+    parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=list(GEMVS))
-    parser.add_argument("--blocks-per-sm", nargs="+", type=int, default=[0], help="0: the launcher's own choice")
+    parser.add_argument("--blocks-per-sm", nargs="+", type=natural, default=[0], help="0: the launcher's own choice")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)
     a = parser.parse_args()

@@ -9,13 +9,13 @@ ceiling counts the stage's weights, or for attention the keys and values.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
 from bench.decode import split_spec
 from loaders.resolve import open_model
+from qwen_raw.cli.arguments import Parser, natural
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.model.decode import STAGES, StepOptions
 from qwen_raw.model.runner import DeviceRunner
@@ -76,10 +76,10 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="the stages of a decode step")
+    parser = Parser("python -m bench.stages", description="the stages of a decode step")
     parser.add_argument("--model", action="append", metavar="SPEC[:DTYPE]", help="repeatable; default random:7b:bf16")
-    parser.add_argument("--context", nargs="+", type=int, default=[0])
-    parser.add_argument("--blocks-per-sm", nargs="+", type=int, default=[0], help="0: the launchers' own choice")
+    parser.add_argument("--context", nargs="+", type=natural, default=[0])
+    parser.add_argument("--blocks-per-sm", nargs="+", type=natural, default=[0], help="0: the launchers' own choice")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)
     a = parser.parse_args()

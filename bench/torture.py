@@ -8,7 +8,6 @@ second rank at one; every known-bad variant at 2, 4 and 8. Exit code 1 if a prot
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import RESULTS, command, git_commit, save
+from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.simt.cases import CASES
 from qwen_raw.simt.known_bad import VARIANTS
 from qwen_raw.simt.toolchain import find_compiler
@@ -62,10 +62,10 @@ def environment(commit: str | None) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="protocols and known-bad variants under many schedules")
-    parser.add_argument("--seeds", type=int, default=10_000, help="of each protocol")
-    parser.add_argument("--bad-seeds", type=int, default=1000, help="of each known-bad variant")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser = Parser("python -m bench.torture", description="protocols and known-bad variants under many schedules")
+    parser.add_argument("--seeds", type=positive, default=10_000, help="of each protocol")
+    parser.add_argument("--bad-seeds", type=positive, default=1000, help="of each known-bad variant")
+    parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)
     a = parser.parse_args()

@@ -10,8 +10,6 @@ from typing import NoReturn
 
 from qwen_raw.errors import UsageError
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are UsageErrors: one line instead of a usage text."""
@@ -62,9 +60,18 @@ def count(text: str) -> int:
 
 def positive(text: str) -> int:
     """A `count` of at least 1."""
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """A `count` of at least 0."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     value = count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return value
 
 

@@ -8,7 +8,9 @@ from dataclasses import asdict
 
 from qwen_raw.cli.arguments import Parser
 from qwen_raw.driver.probe import Gpu, Machine, probe
+from qwen_raw.errors import QwenRawError
 from qwen_raw.observe.machine import cpu_cores, cpu_name
+from qwen_raw.simt.toolchain import cuda_headers, find_compiler
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -21,18 +23,30 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the devices, one a line. A machine without a GPU is no failure."""
     machine = probe()
+    compiler, problem = _simulator()
     if args.json:
         cpu = {"name": cpu_name(), "cores": cpu_cores()}
         report = asdict(machine)
         report["no_gpu_because"] = report.pop("problem")
-        print(json.dumps(report | {"cpu": cpu}))
+        print(json.dumps(report | {"cpu": cpu, "sim": {"compiler": compiler, "problem": problem}}))
         return 0
     for gpu in machine.gpus:
         print(_line(machine, gpu))
     if machine.problem is not None:
         print(f"cuda    none: {machine.problem}")
     print(f"cpu     {cpu_name()} · {cpu_cores()} cores · NumPy reference")
+    print(f"sim     {'none: ' + problem if problem else f'the kernels simulated on the CPU · {compiler}'}")
     return 0
+
+
+def _simulator() -> tuple[str | None, str | None]:
+    """(the compiler of --device sim, why it cannot be used here)."""
+    try:
+        compiler = find_compiler()
+        cuda_headers()
+    except QwenRawError as error:
+        return None, str(error)
+    return compiler.version, None
 
 
 def _line(machine: Machine, gpu: Gpu) -> str:

@@ -8,9 +8,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from qwen_raw.cli.arguments import EXIT_INTERRUPTED, Parser, add_model_arguments, add_output_arguments, count, unicode
+from qwen_raw.cli.arguments import Parser, add_model_arguments, add_output_arguments, count, unicode
+from qwen_raw.cli.process import EXIT_DONE, EXIT_INTERRUPTED, discard
 from qwen_raw.cli.report import describe, report, summary
-from qwen_raw.cli.status import Status, discard_stdout
+from qwen_raw.cli.status import Status
 from qwen_raw.engine import SamplingParams, TextStream, load
 from qwen_raw.errors import UsageError
 
@@ -38,7 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     sampling.add_argument(
         "-n",
         "--max-tokens",
-        type=count,
+        type=_limit,
         default=128,
         metavar="N",
         help="generate at most N tokens (default 128; -1: as many as the context holds)",
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         if args.system is not None and not chat:
             raise UsageError("--system needs --chat: without the chat template there is no place for a system message")
         ids = engine.encode_chat(prompt, args.system) if chat else engine.encode(prompt)
-        stream = engine.stream(ids, _override(engine.default_params(), args))
+        defaults = engine.default_params() if args.temperature is None else SamplingParams()
+        stream = engine.stream(ids, _override(defaults, args))
         describe(engine, stream.request, status, chat=chat)
         code = _write(stream, show=not args.json)
         completion = stream.completion()
@@ -89,11 +91,19 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
+def _limit(text: str) -> int | None:
+    """-n: a `count` of at least 1; None for -1."""
+    value = count(text)
+    if value < 1 and value != -1:
+        raise argparse.ArgumentTypeError(f"at least 1, or -1 for as many as the context holds; not {text}")
+    return None if value == -1 else value
+
+
 def _override(defaults: SamplingParams, args: argparse.Namespace) -> SamplingParams:
     """`defaults` with what the command line says."""
     return replace(
         defaults,
-        max_tokens=None if args.max_tokens == -1 else args.max_tokens,
+        max_tokens=args.max_tokens,
         temperature=defaults.temperature if args.temperature is None else args.temperature,
         seed=args.seed,
         stop=tuple(args.stop),
@@ -109,13 +119,23 @@ def _prompt(args: argparse.Namespace) -> str:
     if len(sources) > 1:
         raise UsageError("more than one prompt: give only one of PROMPT, -p and -f")
     if sources[0] == "-":
-        return _text(sys.stdin.buffer.read(), "standard input")
+        return _text(_stdin(), "standard input")
     if args.prompt_file is None:
         return str(sources[0])
     try:
         return _text(Path(args.prompt_file).read_bytes(), args.prompt_file)
     except OSError as error:
         raise UsageError(f"cannot read the prompt file {args.prompt_file}: {error.strerror}") from error
+
+
+def _stdin() -> bytes:
+    """All of standard input."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed: there is no prompt to read")
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise UsageError(f"cannot read standard input: {error.strerror}") from error
 
 
 def _text(data: bytes, where: str) -> str:
@@ -128,17 +148,20 @@ def _text(data: bytes, where: str) -> str:
 
 
 def _write(stream: TextStream, *, show: bool) -> int:
-    """Run the generation, printing pieces as they come if `show`; the exit code.
+    """Run the generation, printing pieces as they come if `show`, on lines of their own; the exit code.
 
     Ctrl-C ends it early, and so does a reader of our output that has seen enough (`| head`), which is no failure.
     """
+    last = "\n"
 
     def put(piece: str) -> None:
-        if show:
+        nonlocal last
+        if show and piece:
             sys.stdout.write(piece)
             sys.stdout.flush()
+            last = piece[-1]
 
-    code = 0
+    code = EXIT_DONE
     try:
         try:
             for piece in stream:
@@ -146,9 +169,10 @@ def _write(stream: TextStream, *, show: bool) -> int:
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
             put(stream.interrupt())
-        if show and sys.stdout.isatty():
-            put("\n")  # so that the shell's next prompt starts on a line of its own
+        finally:
+            if last != "\n":
+                put("\n")  # what comes next in a terminal or a log, status lines too, begins a line
     except BrokenPipeError:
-        discard_stdout()
+        discard(sys.stdout)
         stream.interrupt()
     return code

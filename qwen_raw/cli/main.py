@@ -1,7 +1,4 @@
-"""`qwen-raw`: finds the command, runs it, and turns what goes wrong into one line and an exit code.
-
-Exit codes: 0 done; 1 it failed; 2 the request was wrong; 130 interrupted.
-"""
+"""`qwen-raw`: finds the command and runs it."""
 
 from __future__ import annotations
 
@@ -9,45 +6,21 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from qwen_raw.cli.status import discard_stdout
+from qwen_raw.cli.process import guarded
 
 
 def entry() -> NoReturn:
     """The console script."""
-    try:
-        code = main(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        discard_stdout()  # the reader of our output has seen enough
-        code = 0
-    except KeyboardInterrupt:
-        code = _complain("interrupted", 130)
-    sys.exit(code)
+    sys.exit(main(sys.argv[1:]))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; the exit code. Errors that a user can make or meet are printed as one line on stderr."""
-    _use_utf8()
-    # imported here, so that `entry` catches a Ctrl-C meanwhile
-    from qwen_raw.cli.arguments import EXIT_FAILED, EXIT_USAGE
-    from qwen_raw.errors import QwenRawError, UsageError
-
-    try:
-        return _dispatch(argv)
-    except UsageError as error:
-        return _complain(error, EXIT_USAGE)
-    except QwenRawError as error:
-        return _complain(error, EXIT_FAILED)
-    except MemoryError as error:
-        return _complain(f"not enough memory: {error}", EXIT_FAILED)
-    except BrokenPipeError:
-        raise  # `entry` ends quietly
-    except OSError as error:
-        discard_stdout()  # what could not be written must not fail again at exit
-        return _complain(f"the output cannot be written: {error.strerror or error}", EXIT_FAILED)
+    return guarded("qwen-raw", lambda: _dispatch(argv))
 
 
 def _dispatch(argv: Sequence[str]) -> int:
+    # imported here, so that `guarded` meets a Ctrl-C meanwhile
     from qwen_raw import __version__
     from qwen_raw.cli import devices, generate
     from qwen_raw.cli.arguments import Parser, hyphenate
@@ -70,16 +43,3 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     code: int = args.run(args)
     return code
-
-
-def _complain(problem: object, code: int) -> int:
-    print("qwen-raw: " + " ".join(str(problem).splitlines()), file=sys.stderr)
-    return code
-
-
-def _use_utf8() -> None:
-    """Text is UTF-8 whatever the locale says; what stderr cannot show is escaped."""
-    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
-        reconfigure = getattr(stream, "reconfigure", None)  # absent where a test or a notebook replaced the stream
-        if reconfigure is not None:
-            reconfigure(encoding="utf-8", errors=errors)

@@ -23,6 +23,8 @@ def describe(engine: Engine, request: Request, status: Status, *, chat: bool) ->
         status.line(f"note: {note}")
     for note in _not_applied(engine, request):
         status.line(f"note: {note}")
+    if request.params.seed is not None and request.seed is None:
+        status.line(f"note: greedy draws nothing, so seed {request.params.seed} has no effect; --temp 1 would draw")
     status.line(f"prompt {len(request.ids)} tokens{' in the chat template' if chat else ''} · {_sampling(request)}")
     if request.max_tokens == 0:
         status.line(f"note: the prompt fills the context of {runner.max_model_len}, there is no room to generate")

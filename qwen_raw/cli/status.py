@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # NumPy behind it takes a while to import, and `main` needs this module before anything else
-    from qwen_raw.generation.runner import Progress
+from qwen_raw.cli.process import tell
+from qwen_raw.generation.runner import Progress
 
 
 class Status:
@@ -22,7 +20,7 @@ class Status:
     def line(self, text: str, *, force: bool = False) -> None:
         """Print `# text`."""
         if force or not self.quiet:
-            print(f"# {text}", file=sys.stderr, flush=True)
+            tell(f"# {text}")
 
     def detail(self, text: str) -> None:
         """Print `# text` with --verbose."""
@@ -49,8 +47,3 @@ class Status:
                 bar.update(tasks[stage], completed=done, total=total)
 
             yield report
-
-
-def discard_stdout() -> None:
-    """After a BrokenPipeError: send what is still buffered nowhere, or Python complains when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,8 +12,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.cli.process import guarded
+from qwen_raw.errors import UsageError
 from qwen_raw.simt.toolchain import Compiler, find_compiler
 
 # Python's own allocations are never freed at exit; fibres are no stacks that use-after-return checks understand.
@@ -38,16 +40,14 @@ def environment(compiler: Compiler) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replaces this process by `python arguments…` under AddressSanitizer."""
+    """Replaces this process by `python arguments…` under AddressSanitizer; where it cannot, the exit code."""
+    return guarded("simt.run", lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str]) -> NoReturn:
     if not arguments:
-        print("usage: python -m qwen_raw.simt.run (script.py | -m module | -c code) …", file=sys.stderr)
-        return 2
-    try:
-        env = environment(find_compiler())
-    except QwenRawError as error:
-        print(f"qwen-raw: {error}", file=sys.stderr)
-        return 2
-    os.execve(sys.executable, [sys.executable, *arguments], env)
+        raise UsageError("name what to run: python -m qwen_raw.simt.run (script.py | -m module | -c code) …")
+    os.execve(sys.executable, [sys.executable, *arguments], environment(find_compiler()))
 
 
 if __name__ == "__main__":

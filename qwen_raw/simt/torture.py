@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from qwen_raw.cli.arguments import Parser
+from qwen_raw.cli.process import guarded
 from qwen_raw.errors import QwenRawError, UsageError
 from qwen_raw.simt.cases import CASES, Mismatch
 from qwen_raw.simt.known_bad import VARIANTS
@@ -203,10 +205,8 @@ def add_to_json(path: Path, report: Report, compiler: str) -> None:
     path.write_text(json.dumps({"rows": [*file["rows"], row]}, indent=1) + "\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m qwen_raw.simt.torture", description="protocols under random schedules"
-    )
+def _parser() -> Parser:
+    parser = Parser("python -m qwen_raw.simt.torture", description="protocols under random schedules")
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="a protocol, or a known-bad variant")
     parser.add_argument("--list", action="store_true", help="what there is to run")
     parser.add_argument("--ranks", type=int, default=2)
@@ -230,8 +230,12 @@ def setting_of(name: str, ranks: int, *, weak_local: bool = False, race: bool = 
     if variant is not None:
         return Setting(variant.case, ranks, name, weak_local or variant.weak_local, race or variant.race)
     if name not in CASES:
-        raise UsageError(f"no protocol {name!r}: there are {', '.join(CASES)}; with a mistake {', '.join(VARIANTS)}")
+        raise UsageError(f"no protocol {name!r}: there are {_names()}")
     return Setting(name, ranks, None, weak_local, race)
+
+
+def _names() -> str:
+    return f"{', '.join(CASES)}; with a mistake {', '.join(VARIANTS)}"
 
 
 def _print_list() -> None:
@@ -252,19 +256,22 @@ def _check_arguments(a: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit code."""
+    return guarded("torture", lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     a = _parser().parse_args(arguments)
-    if a.list or a.kernel is None:
+    if a.list:
         _print_list()
-        return 0 if a.list else 2
-    try:
-        _check_arguments(a)
-        setting = setting_of(a.kernel, a.ranks, weak_local=a.weak_local, race=a.race)
-        if a.replay is not None:
-            return replay(setting, a.replay, a.events)
-        report = run(setting, a.seeds, first_seed=a.first_seed, jobs=a.jobs)
-    except QwenRawError as error:
-        print(f"torture: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        return 0
+    if a.kernel is None:
+        raise UsageError(f"name what to run: {_names()} (--list says what they are)")
+    _check_arguments(a)
+    setting = setting_of(a.kernel, a.ranks, weak_local=a.weak_local, race=a.race)
+    if a.replay is not None:
+        return replay(setting, a.replay, a.events)
+    report = run(setting, a.seeds, first_seed=a.first_seed, jobs=a.jobs)
     print(report.line())
     if a.json:
         add_to_json(a.json, report, setting.library().compiler)
@@ -272,8 +279,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("torture: interrupted", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main())

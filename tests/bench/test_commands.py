@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = [path.stem for path in sorted((ROOT / "bench").glob("*.py")) if path.stem not in ("__init__", "common")]
+
+
+@pytest.mark.parametrize("bench", COMMANDS)
+def test_a_wrong_request_is_one_line(bench: str) -> None:
+    """argparse alone would print its usage first: `Parser` of qwen_raw.cli.arguments does not."""
+    source = (ROOT / "bench" / f"{bench}.py").read_text()
+    assert f'Parser("python -m bench.{bench}"' in source and "ArgumentParser" not in source
+    assert re.search(r"^    command\(main\)$", source, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("bench", "words"), [("torture", "--seeds 0"), ("decode", "--tokens -1"), ("gemv", "--tp x")])
+def test_a_wrong_value_is_one_line(bench: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{bench}", *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"bench: argument {words.split()[0]}: ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("bench", ["decode", "gemv", "stages"])
@@ -24,3 +43,4 @@ def test_a_gpu_that_is_not_there_is_one_line(bench: str) -> None:
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("bench: no ") and done.stderr.count("\n") == 1
+    assert "--device cpu" not in done.stderr  # which is the engine's, no bench has it

@@ -20,6 +20,11 @@ from qwen_raw.cli import status
 CPU = ("--device", "cpu")
 
 
+def printed(text: str) -> str:
+    """How stdout shows it: what comes next begins a line."""
+    return text if text.endswith("\n") or not text else f"{text}\n"
+
+
 @pytest.fixture(scope="module")
 def text() -> str:
     """What the built-in model says after "ROMEO:" in 12 tokens."""
@@ -29,7 +34,7 @@ def text() -> str:
 
 def test_text_alone_on_stdout(cli: Callable[..., Any], text: str) -> None:
     ran = cli("generate", "-p", "ROMEO:", "-n", "12", *CPU)
-    assert (ran.code, ran.out) == (0, text)
+    assert (ran.code, ran.out) == (0, printed(text))
     lines = ran.err.splitlines()
     assert all(line.startswith("# ") for line in lines)
     assert "greedy, at most 12 new" in lines[-2]
@@ -49,7 +54,7 @@ def test_text_alone_on_stdout(cli: Callable[..., Any], text: str) -> None:
     ],
 )
 def test_spellings(cli: Callable[..., Any], text: str, spelling: list[str]) -> None:
-    assert cli("generate", *spelling, "-n", "12", *CPU, "-q").out == text
+    assert cli("generate", *spelling, "-n", "12", *CPU, "-q").out == printed(text)
 
 
 @pytest.mark.parametrize("arguments", [["-"], ["-p", "-"], ["-f", "-"]])
@@ -58,12 +63,12 @@ def test_prompt_from_stdin(
     cli: Callable[..., Any], text: str, arguments: list[str], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"ROMEO:{end}".encode())))
-    assert cli("generate", *arguments, "-n", "12", *CPU).out == text
+    assert cli("generate", *arguments, "-n", "12", *CPU).out == printed(text)
 
 
 def test_prompt_from_a_file(cli: Callable[..., Any], text: str, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("ROMEO:\n", encoding="utf-8")
-    assert cli("generate", "-f", str(tmp_path / "prompt.txt"), "-n", "12", *CPU).out == text
+    assert cli("generate", "-f", str(tmp_path / "prompt.txt"), "-n", "12", *CPU).out == printed(text)
 
 
 def test_underscores_in_values_stay(cli: Callable[..., Any]) -> None:
@@ -98,10 +103,16 @@ def test_temperature_and_seed(cli: Callable[..., Any]) -> None:
     assert json.loads(cli(*arguments, "--seed", str(seed)).out)["text"] == json.loads(fresh.out)["text"]
 
 
+def test_a_seed_without_draws_is_named(cli: Callable[..., Any]) -> None:
+    arguments = ("generate", "-p", "KING", "-n", "2", "--seed", "7", *CPU)
+    assert "note: greedy draws nothing, so seed 7 has no effect" in cli(*arguments).err
+    assert "has no effect" not in cli(*arguments, "--temp", "1").err
+
+
 def test_stop_strings(cli: Callable[..., Any], text: str) -> None:
     middle = text[len(text) // 2 :][:3]
     ran = cli("generate", "-p", "ROMEO:", "-n", "12", "--stop", "no such text", "--stop", middle, *CPU)
-    assert ran.out == text[: text.index(middle)]
+    assert ran.out == printed(text[: text.index(middle)])
     assert ran.err.rstrip().endswith("stop")
 
 
@@ -182,7 +193,13 @@ def test_help_and_version(cli: Callable[..., Any]) -> None:
 def test_devices(cli: Callable[..., Any]) -> None:
     ran = cli("devices")
     assert ran.code == 0 and ran.err == ""
-    assert "cpu" in ran.out and "cuda" in ran.out
+    assert [line.split()[0] for line in ran.out.splitlines()][-2:] == ["cpu", "sim"] and "cuda" in ran.out
     report = json.loads(cli("devices", "--json").out)
     assert report["cpu"]["cores"] >= 1
     assert bool(report["gpus"]) == (report["no_gpu_because"] is None)
+    assert (report["sim"]["compiler"] is None) == (report["sim"]["problem"] is not None)
+
+
+def test_devices_say_why_nothing_can_be_simulated(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "sim     none: the simulator needs a C++17 compiler; tried no-such-compiler" in cli("devices").out

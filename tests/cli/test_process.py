@@ -105,12 +105,64 @@ def test_installed_command_and_module_are_the_same() -> None:
     assert (installed.returncode, installed.stdout) == (0, ran.stdout)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("command", [["generate", "-p", "ROMEO:", "-n", "3"], ["devices"]])
-def test_output_that_cannot_be_written_is_one_line(command: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "qwen_raw", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr and "the output cannot be written" in done.stderr.splitlines()[-1]
+# As at a user's: test runners like to unset the buffering that hides where a failed write shows.
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+QWEN_RAW = "-m qwen_raw"
+GENERATE = "-m qwen_raw generate --device cpu -p ROMEO: -n 3"
+TORTURE = "-m qwen_raw.simt.torture"
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """`python command` with the shell's redirections."""
+    line = f'"{sys.executable}" {command}'
+    return subprocess.run(
+        line, shell=True, cwd=ROOT, env=BUFFERED, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+WRITERS = (f"{QWEN_RAW} --help", f"{QWEN_RAW} devices", f"{TORTURE} --list")
+CLOSED, NO_SPACE = "standard output is closed", "the output cannot be written: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        (f"{GENERATE} >&-", 1, CLOSED),
+        *((f"{command} >&-", 1, CLOSED) for command in WRITERS),
+        ("-m bench.decode >&-", 1, CLOSED),
+        (f"{QWEN_RAW} generate --device cpu - <&-", 2, "standard input is closed: there is no prompt to read"),
+        *(
+            pytest.param(f"{command} >/dev/full", 1, NO_SPACE, marks=FULL)
+            for command in (*WRITERS, GENERATE, f"{GENERATE} --json")
+        ),
+        (f"{TORTURE}", 2, "torture: name what to run: allreduce_lamport"),
+        (f"{TORTURE} signal --seeds few", 2, "argument --seeds: invalid int value: 'few'"),
+        ("-m qwen_raw.simt.run", 2, "simt.run: name what to run"),
+    ],
+)
+def test_one_line_and_a_code(command: str, code: int, message: str) -> None:
+    """Standard streams that are closed or full, and commands other than `qwen-raw`."""
+    done = shell(command)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("# ")]
+    assert len(lines) == 1 and message in lines[0], done.stderr
+    assert (done.returncode, done.stdout) == (code, "")
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_reader_that_leaves_is_no_failure(command: str) -> None:
+    done = shell(f"{command} | true")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", pytest.param("2>/dev/full", marks=FULL)])
+def test_without_stderr_the_text_is_still_alone_on_stdout(redirection: str) -> None:
+    done = shell(f"{GENERATE} {redirection}")
+    assert (done.returncode, done.stdout) == (0, shell(f"{GENERATE} -q").stdout)
+    assert shell(f"{QWEN_RAW} generate --frobnicate {redirection}").returncode == 2
+
+
+def test_status_lines_begin_lines_where_both_streams_are_one() -> None:
+    lines = shell(f"{GENERATE} 2>&1").stdout.splitlines()
+    text = shell(f"{GENERATE} -q").stdout
+    assert lines[2:-1] == text.splitlines() and lines[-1].startswith("# TTFT")
