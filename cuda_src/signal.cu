@@ -15,9 +15,10 @@
 // Both read their number from device memory and advance it: graphs replay without arguments. grid: (1); block: up to 512.
 // PRECOND  n packs; slots and payloads 16-byte aligned; doorbells armed, numbers and credit zero before the first call; one stream an end.
 // minimum arch: sm_80
-#include "include/lamport.cuh"
+#include "include/peers.cuh"
 
 constexpr int SLOTS = 3;
+constexpr uint32_t ARMED = 0x80000000u;
 constexpr uint32_t MAGNITUDE = 0x7fffffffu;
 
 // Doorbell value of hand-over k = 1, 2, …: never zero in its magnitude bits.
@@ -64,7 +65,7 @@ signal_take(uint4* payload,    // [n]
   for (int i = threadIdx.x; i < n; i += blockDim.x) payload[i] = ld_volatile_v4(slot + 1 + i);
   __syncthreads();
   if (threadIdx.x) return;
-  st_volatile_u32(doorbell, SENTINEL);
+  st_volatile_u32(doorbell, ARMED);
   __threadfence_system();
   st_release_sys_u32(credit, k);
   *number = k;

@@ -116,6 +116,9 @@ class Device(Protocol):
     ) -> None:
         """Queue one launch. `pdl`: programmatic dependent launch; the kernel must griddep_wait() itself."""
 
+    def owns(self, buffer: Buffer) -> bool:
+        """Whether `buffer` is of this device's memory, ordered by its main stream."""
+
     def enable_peer(self, other: Device) -> None:
         """Let kernels of this device read and write the memory of `other`; a second call does nothing.
 

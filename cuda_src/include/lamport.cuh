@@ -1,107 +1,115 @@
-// lamport.cuh - what every kernel that talks to a peer shares: peer pointers, the sentinel protocol, polls with a deadline.
+// lamport.cuh - the sentinel protocol: data that is its own flag (after Lamport). Pushes, polls, three buffers in rotation.
 //
-// The sentinel protocol (after Lamport: data that is its own flag). A receive buffer is armed with the 32-bit word 0x80000000, which is
-// -0.0f. A sender stores its payload straight into the receiver's memory; the receiver polls until no word is the sentinel.
+// A receive buffer is armed with the 32-bit word 0x80000000, which is -0.0f. A sender stores its payload straight into the receiver's
+// memory; the receiver polls until no word is the sentinel.
 //   - A payload word that equals the sentinel is rewritten to +0.0 before it is pushed (sanitise): nothing else ever changes.
 //   - Bits are compared, never floats: with flush-to-zero a negative subnormal compares equal to -0.0 and a poll would never end.
 //   - Every 32-bit word is checked: the memory model promises no more than that a 16-byte store arrives word by word.
 // No fence is needed: there is no second word whose order relative to the payload could matter.
+//
+// Receive memory of a rank: [3 buffers][world sources][capacity packs]. Call f uses buffer f mod 3.
+//
+// Why three. While this rank is in call f, a peer is in f - 1, f or f + 1: it may still read what this rank sent in f - 1, and it cannot
+// end f + 1 without this rank's data of f + 1. So peers may be storing into buffers f and f + 1 of this rank, and the one buffer that is
+// safe to re-arm is that of f - 1, which this rank has read to the end. The next store into it belongs to call f + 2, and a peer starts
+// that only after it has this rank's data of f + 1, pushed after this launch has ended, re-arming included. With two buffers the buffer
+// of f - 1 is that of f + 1, and re-arming wipes early data. The length that is re-armed is the one that the buffer was filled with, which
+// the previous call recorded, not this call's: sizes may change between calls.
+//
+// The rotation lives in device memory, so that replays of a graph need no argument from the host, and it costs no atomic: every block
+// has a copy (Turn), which that block alone reads. A launch advances the copies of all block numbers, also those that it does not have,
+// so grids may change from call to call. A block may do so as soon as all of its threads have read theirs.
 #pragma once
-#include "vec.cuh"
+#include "peers.cuh"
 
-constexpr int MAX_RANKS = 8;
 constexpr uint32_t SENTINEL = 0x80000000u;
+constexpr int BUFFERS = 3;
 
-// Every rank's buffer of one kind, by rank, as this rank addresses it; passed by value.
-struct Peers {
-  uint64_t base[MAX_RANKS];
-  DEVICE uint4* packs(int rank) const { return reinterpret_cast<uint4*>(base[rank]); }
-  DEVICE uint32_t* words(int rank) const { return reinterpret_cast<uint32_t*>(base[rank]); }
+// What a block knows of the calls before this one.
+struct alignas(16) Turn {
+  uint32_t buffer;  // of this call
+  uint32_t packs;   // a source, that the buffer before this one was filled with
+  uint32_t parts;   // that the previous call exchanged between its blocks (allreduce_norm.cu)
+  uint32_t calls;   // so far; for the fault record
 };
 
-// How long a poll may last, and where to say which peer did not answer; passed by value. ns = 0: no limit.
-struct PollLimit {
-  uint64_t ns;
-  uint64_t fault;  // address of 4 words that the host can read: {1 + rank that waits, 1 + peer waited for, call (twoshot: barrier), unused}
-};
-
-// One thread's watch over its polls. The clock is read every 1,024th poll only: it is far slower than a poll.
-struct Watch {
+// One rank's end of a communicator; passed by value.
+struct Lamport {
+  Peers receive;     // each rank's receive memory
+  uint64_t turns;    // Turn [blocks], this rank's, zero before the first call
+  uint64_t parts;    // u32 [3, blocks], this rank's, armed
   PollLimit limit;
-  uint64_t until;
-  uint32_t polls;
+  int32_t rank, world, capacity, blocks;  // capacity: packs a message; blocks: most of a launch
+  DEVICE int64_t start(uint32_t buffer) const { return int64_t(buffer) * world * capacity; }  // in packs
 };
-DEVICE Watch watch_start(PollLimit limit) { return {limit, 0, 0}; }
-// One more unsuccessful poll: traps, having written the fault record, when the time is up. The fence: a trap completes no stores.
-DEVICE void watch_poll(Watch& w, int rank, int peer, uint32_t call) {
-  if (w.limit.ns == 0 || ++w.polls % 1024 != 1) return;
-  const uint64_t now = global_timer_ns();
-  if (w.until == 0) w.until = now + w.limit.ns;
-  if (now < w.until) return;
-  uint32_t* fault = reinterpret_cast<uint32_t*>(w.limit.fault);
-  st_volatile_u32(fault + 1, uint32_t(peer) + 1);
-  st_volatile_u32(fault + 2, call);
-  st_release_sys_u32(fault, uint32_t(rank) + 1);
-  __threadfence_system();
-  trap();
-}
 
 DEVICE uint32_t sanitise(uint32_t w) { return w == SENTINEL ? 0u : w; }
 DEVICE uint4 sanitise(uint4 v) { return make_uint4(sanitise(v.x), sanitise(v.y), sanitise(v.z), sanitise(v.w)); }
 DEVICE bool has_hole(uint4 v) { return v.x == SENTINEL || v.y == SENTINEL || v.z == SENTINEL || v.w == SENTINEL; }
 DEVICE uint4 armed_pack() { return make_uint4(SENTINEL, SENTINEL, SENTINEL, SENTINEL); }
 
-// Poll one pack of this rank's own memory until a peer's store has arrived whole.
-DEVICE uint4 poll_pack(const uint4* p, Watch& watch, int rank, int peer, uint32_t call) {
-  uint4 v = ld_volatile_v4(p);
-  while (has_hole(v)) {
-    watch_poll(watch, rank, peer, call);
-    v = ld_volatile_v4(p);
-  }
-  return v;
+DEVICE int block_number() { return blockIdx.y * gridDim.x + blockIdx.x; }
+DEVICE int block_count() { return gridDim.x * gridDim.y; }
+
+// Not before griddep_wait: the previous call writes it.
+DEVICE Turn read_turn(const Lamport& end) {
+  const uint4 v = ld_global_v4(reinterpret_cast<const uint4*>(end.turns) + block_number());
+  return {v.x, v.y, v.z, v.w};
+}
+// After a barrier: every thread of the block has read its turn.
+DEVICE void next_turn(const Lamport& end, const Turn& turn, int packs, int parts) {
+  const uint4 next = make_uint4((turn.buffer + 1) % BUFFERS, packs, parts, turn.calls + 1);
+  for (int i = block_number() + int(threadIdx.x) * block_count(); i < end.blocks; i += int(blockDim.x) * block_count())
+    reinterpret_cast<uint4*>(end.turns)[i] = next;
+}
+// The previous call's buffer, for the call after the next; this thread's share of the launch's threads.
+DEVICE void rearm(const Lamport& end, const Turn& turn) {
+  const uint32_t previous = (turn.buffer + BUFFERS - 1) % BUFFERS;
+  const int first = block_number() * int(blockDim.x) + int(threadIdx.x), stride = block_count() * int(blockDim.x);
+  uint4* mine = end.receive.packs(end.rank) + end.start(previous);
+  for (int source = 0; source < end.world; source++)
+    for (int i = first; source != end.rank && i < int(turn.packs); i += stride) st_volatile_v4(mine + int64_t(source) * end.capacity + i, armed_pack());
+  uint32_t* parts = reinterpret_cast<uint32_t*>(end.parts) + previous * end.blocks;
+  for (int i = first; i < int(turn.parts); i += stride) st_volatile_u32(parts + i, SENTINEL);
 }
 
-// Eight bf16 added to eight fp32 sums; callers add in rank order, so that every rank holds the same bits.
-DEVICE void add_pack(float (&sum)[8], uint4 v) {
-  float f[8];
-  unpack_bf16(f, v);
+// Where this rank's pack i goes in each peer's memory, in buffer 0; to[0] is the right neighbour's, so that no two ranks begin with the
+// same peer. Computed before griddep_wait, where the time is free.
+template <int RANKS>
+struct Route {
+  uint4* to[RANKS - 1];
+  DEVICE Route(const Lamport& end, int i) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) sum[i] += f[i];
-}
-
-// Where a sum goes: replaced by it, as bf16, or added to the fp32 residual stream.
-template <bool ADD>
-DEVICE void store_sum(void* out, int pack, const float (&sum)[8]) {
-  if (!ADD) {
-    reinterpret_cast<uint4*>(out)[pack] = pack_bf16x8(sum);
-    return;
+    for (int d = 1; d < RANKS; d++) {
+      const int peer = end.rank + d < end.world ? end.rank + d : end.rank + d - end.world;
+      to[d - 1] = d < end.world ? end.receive.packs(peer) + int64_t(end.rank) * end.capacity + i : nullptr;
+    }
   }
-  float4* h = reinterpret_cast<float4*>(out) + 2 * int64_t(pack);
-  const float4 a = h[0], b = h[1];
-  h[0] = make_float4(a.x + sum[0], a.y + sum[1], a.z + sum[2], a.w + sum[3]);
-  h[1] = make_float4(b.x + sum[4], b.y + sum[5], b.z + sum[6], b.w + sum[7]);
-}
-
-// ---- flags: one word for each (parity, block, source rank), written by the source, polled by the owner -----------------------------
-//
-// Epoch e is signalled in the words of parity e & 1, as the value e. While a rank is in epoch e, a peer can be in e or e + 1 only (it
-// cannot end e + 1 before this rank has signalled e + 1), so the word this rank polls holds e - 2 until it holds e: equality is exact.
-// One word in place of two parities breaks: a fast peer overwrites e with e + 1 before it was seen. One summed counter with "<" breaks
-// too, when each thread signals one peer: a fast peer's e + 1 stands in for a late peer's e.
-DEVICE uint32_t* flag_word(const Peers& flags, int owner, uint32_t epoch, int block, int source, int blocks) {
-  return flags.words(owner) + ((epoch & 1) * blocks + block) * MAX_RANKS + source;
-}
-
-// Block-wide barrier with the same block of every rank. Everything the block's threads stored before it is visible to the peers' blocks
-// after it: __syncthreads orders the stores before the signalling threads' fence and release.
-DEVICE void block_barrier(const Peers& flags, uint32_t epoch, int rank, int world, int blocks, Watch& watch) {
-  __syncthreads();
-  const int peer = threadIdx.x, block = blockIdx.x;
-  if (peer < world && peer != rank) {
-    __threadfence_system();
-    st_release_sys_u32(flag_word(flags, peer, epoch, block, rank, blocks), epoch);
-    const uint32_t* mine = flag_word(flags, rank, epoch, block, peer, blocks);
-    while (ld_acquire_sys_u32(mine) != epoch) watch_poll(watch, rank, peer, epoch);
+  DEVICE void push(const Lamport& end, const Turn& turn, uint4 v) const {
+    const int64_t at = end.start(turn.buffer);
+#pragma unroll
+    for (int d = 1; d < RANKS; d++)
+      if (d < end.world) st_volatile_v4(to[d - 1] + at, v);
   }
-  __syncthreads();
+};
+
+// Pack i of every source: this rank's own from its registers, the others' polled, all of them at once, until they have arrived whole.
+// Sources beyond the world are zero.
+template <int RANKS>
+DEVICE void poll_sources(uint4 (&v)[RANKS], uint4 own, const Lamport& end, const Turn& turn, int i, Watch& watch) {
+  const uint4* mine = end.receive.packs(end.rank) + end.start(turn.buffer) + i;
+#pragma unroll
+  for (int s = 0; s < RANKS; s++)
+    v[s] = s == end.rank ? own : s < end.world ? ld_volatile_v4(mine + int64_t(s) * end.capacity) : make_uint4(0, 0, 0, 0);
+  for (;;) {
+    int missing = -1;
+#pragma unroll
+    for (int s = 0; s < RANKS; s++)
+      if (has_hole(v[s])) {
+        missing = s;
+        v[s] = ld_volatile_v4(mine + int64_t(s) * end.capacity);
+      }
+    if (missing < 0) return;
+    watch_poll(watch, end.rank, missing, turn.calls + 1);
+  }
 }

@@ -13,7 +13,7 @@ from typing import Protocol
 from qwen_raw.device import Buffer, Device
 from qwen_raw.errors import UsageError, require
 from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lamport
-from qwen_raw.kernels.peers import MAX_RANKS, PACK, ranks_on_gpu
+from qwen_raw.kernels.peers import MAX_RANKS, PACK
 
 PATHS = ("lamport",)
 
@@ -47,13 +47,9 @@ def create_reducers(devices: Sequence[Device], *, path: str, elements: int, limi
     require(elements > 0, f"messages of {elements} elements")
     if path not in (*PATHS, "auto"):
         raise UsageError(f"there is no path {path!r} for sums over ranks: choose auto, {', '.join(PATHS)}")
-    for device in devices:
-        for other in devices:
-            if other is not device:
-                device.enable_peer(other)
     packs = -(-elements // PACK)
     ends = LamportWorkspace.create(devices, packs, limit_ns=limit_ns)
-    return [Lamport(end, shared=ranks_on_gpu(devices, rank) > 1) for rank, end in enumerate(ends)]
+    return [Lamport(end) for end in ends]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +57,11 @@ class Lamport:
     """One-shot push (cuda_src/allreduce_lamport.cu)."""
 
     end: LamportWorkspace
-    shared: bool  # the GPU, with other ranks
     path = "lamport"
 
     def add(self, h: Buffer, partial: Buffer, *, pdl: bool = False) -> None:
         """See Reducer."""
-        allreduce_lamport(self.end, h, partial, add=True, pdl=pdl and not self.shared)
+        allreduce_lamport(self.end, h, partial, add=True, pdl=pdl)
 
     def fault(self) -> str | None:
         """See Reducer."""

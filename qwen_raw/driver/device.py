@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qwen_raw.device import Arg, Device, Dim, Kernel
+from qwen_raw.device import Arg, Buffer, Device, Dim, Kernel
 from qwen_raw.driver import graph
 from qwen_raw.driver.check import DriverError, call
 from qwen_raw.driver.context import Context
@@ -212,6 +212,10 @@ class CudaDevice:
         elsewhere = buffer.context.ordinal != self.ordinal and not buffer.owner.portable
         if elsewhere and buffer.context.ordinal not in self._peers:
             raise QwenRawError(f"{kernel.name} on GPU {self.ordinal} was given {buffer!r}: enable peer access first")
+
+    def owns(self, buffer: Buffer) -> bool:
+        """Whether `buffer` is of this device's memory, ordered by its main stream."""
+        return isinstance(buffer, CudaBuffer) and buffer.stream is self.stream
 
     def enable_peer(self, other: Device) -> None:
         """Lets kernels of this device read and write the memory of `other`; a second call does nothing.

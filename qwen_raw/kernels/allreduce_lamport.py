@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from qwen_raw.device import U32, Arg, Buffer, Device
+from qwen_raw.device import I32, U32, U64, Buffer, Device
 from qwen_raw.errors import require
 from qwen_raw.kernels.peers import (
     MAX_RANKS,
-    SENTINEL,
     PollLimit,
     check_message,
-    load_everywhere,
+    connect,
+    launch_polling,
     message_grid,
     peer_struct,
     polling_blocks,
@@ -23,41 +23,62 @@ from qwen_raw.kernels.peers import (
 )
 
 STEM = "allreduce_lamport"
+SENTINEL = 0x80000000
 BUFFERS = 3
+BLOCKS = 512  # most of a launch: every block number has its turn
+STRUCT = np.dtype(
+    [
+        ("receive", U64, MAX_RANKS),
+        ("turns", U64),
+        ("parts", U64),
+        ("limit", U64, 2),
+        *((n, I32) for n in ("rank", "world", "capacity", "blocks")),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LamportWorkspace:
-    """One rank's end of a communicator; for one stream."""
+    """One rank's end of a communicator; for one stream. It must outlive graphs that use it, as all its peers' must."""
 
     dev: Device
     rank: int
     world: int
     capacity: int  # packs a message
-    receive: Buffer  # u32 [3, world, capacity, 4], armed
-    control: Buffer  # u32 [6]: rotation, arrived, length of each buffer, calls
-    peers: np.ndarray[Any, Any]  # struct Peers
+    sharing: int  # ranks on this GPU
+    most_blocks: int  # that launchers choose by themselves
+    receive: tuple[Buffer, ...]  # every rank's: u32 [3, world, capacity, 4], armed
+    turns: Buffer  # u32 [BLOCKS, 4], zero
+    parts: Buffer  # u32 [3, BLOCKS], armed
     limit: PollLimit
-    most_blocks: int  # of a launch
+
+    @property
+    def struct(self) -> np.ndarray[Any, Any]:
+        """struct Lamport."""
+        ends = (self.turns.ptr, self.parts.ptr, self.limit.struct())
+        return np.array([(peer_struct(self.receive), *ends, self.rank, self.world, self.capacity, BLOCKS)], STRUCT)
 
     @staticmethod
     def create(devices: Sequence[Device], capacity: int, *, limit_ns: int) -> list[LamportWorkspace]:
         """All ranks' ends, armed and synchronised: no rank can store into memory that is not armed yet."""
+        connect(devices, STEM, ["allreduce_lamport_bf16", "allreduce_lamport_add_bf16"])
         world = len(devices)
-        require(1 <= world <= MAX_RANKS, f"{world} ranks: the kernels take 1 to {MAX_RANKS}")
-        receive = [dev.array(np.full((BUFFERS, world, capacity, 4), SENTINEL, np.uint32)) for dev in devices]
-        control = [dev.zeros((6,), U32) for dev in devices]
-        load_everywhere(devices, STEM, [f"allreduce_lamport_{add}bf16" for add in ("", "add_")])
-        for dev in devices:
-            dev.synchronize()
-        peers = peer_struct(receive)
-        return [
+        receive = tuple(armed(dev, (BUFFERS, world, capacity, 4)) for dev in devices)
+        ends = [
             LamportWorkspace(
-                dev, rank, world, capacity, receive[rank], control[rank], peers, PollLimit.create(dev, limit_ns),
-                polling_blocks(dev, ranks_on_gpu(devices, rank)),
+                dev, rank, world, capacity, ranks_on_gpu(devices, rank), polling_blocks(devices, rank), receive,
+                dev.zeros((BLOCKS, 4), U32), armed(dev, (BUFFERS, BLOCKS)), PollLimit.create(dev, limit_ns),
             )
             for rank, dev in enumerate(devices)
         ]  # fmt: skip
+        for dev in devices:
+            dev.synchronize()
+        return ends
+
+
+def armed(dev: Device, shape: Sequence[int]) -> Buffer:
+    """u32 memory full of sentinels."""
+    return dev.array(np.full(shape, SENTINEL, np.uint32))
 
 
 def allreduce_lamport(
@@ -70,13 +91,12 @@ def allreduce_lamport(
     grid: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """out bf16 [n] = Σ over ranks of inp bf16 [n]; `add`: out f32 [n] += that sum, unrounded. out may not be inp.
+    """out bf16 [n] = Σ over ranks of inp bf16 [n]; `add`: out f32 [n] += that sum, unrounded.
 
     Every rank must make the same calls in the same order, with the same n.
     """
-    n = check_message(out, inp, ws.capacity, add)
-    kernel = ws.dev.kernel(STEM, f"allreduce_lamport_{'add_' if add else ''}bf16")
-    dims = [np.int32(x) for x in (ws.rank, ws.world, n, ws.capacity)]
-    args: list[Arg] = [out, inp, ws.peers, ws.control, *dims, ws.limit.struct()]
-    blocks = grid or message_grid(ws.dev, n, block, ws.most_blocks)
-    ws.dev.launch(kernel, (blocks, 1, 1), (block, 1, 1), args, pdl=pdl)
+    n = check_message(ws, out, inp, add)
+    require(1 <= block <= 512, f"a block of {block} threads: 1 to 512")
+    blocks = message_grid(ws, n, block) if grid is None else grid
+    name = f"allreduce_lamport_{'add_' if add else ''}bf16"
+    launch_polling(ws, STEM, name, (blocks, 1, 1), block, [out, inp, ws.struct, np.int32(n)], most=BLOCKS, pdl=pdl)

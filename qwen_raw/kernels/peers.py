@@ -1,20 +1,20 @@
-"""What the launchers of kernels that talk to a peer share: the by-value structs of include/lamport.cuh."""
+"""What the launchers of kernels that talk to a peer share: by-value structs, PRECONDs, geometry."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from qwen_raw.device import BF16, F32, U64, Buffer, Device, HostRing
+from qwen_raw.device import BF16, F32, U64, Arg, Buffer, Device, Dim, HostRing
 from qwen_raw.errors import require
 from qwen_raw.kernels.linear import check_buffer
 
 MAX_RANKS = 8
-SENTINEL = 0x80000000
 PACK = 8  # bf16 in 16 bytes
+VARIANTS = (2, 4, 8)  # kernels _r2, _r4, _r8: for up to that many ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,12 @@ class PollLimit:
     ring: HostRing  # u64 [2]
 
     def struct(self) -> np.ndarray[Any, Any]:
+        """struct PollLimit."""
         return np.array([self.ns, self.ring.buffer.ptr], U64)
 
     @staticmethod
     def create(dev: Device, ns: int) -> PollLimit:
+        """With a ring of its own, that says nothing yet."""
         return PollLimit(ns, dev.host_ring(2))
 
     def fault(self) -> str | None:
@@ -40,6 +42,32 @@ class PollLimit:
         return f"rank {waiting} waited {self.ns / 1e6:g} ms for rank {peer} in call {call}"
 
 
+class Workspace(Protocol):
+    """One rank's end of a communicator, for the main stream of its device."""
+
+    @property
+    def dev(self) -> Device: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Packs a message."""
+
+    @property
+    def sharing(self) -> int:
+        """Ranks on this rank's GPU, itself included."""
+
+    @property
+    def most_blocks(self) -> int:
+        """That the launchers choose by themselves."""
+
+    @property
+    def struct(self) -> np.ndarray[Any, Any]:
+        """The kernels' by-value argument."""
+
+
 def peer_struct(buffers: Sequence[Buffer]) -> np.ndarray[Any, Any]:
     """struct Peers: the buffers' addresses by rank."""
     require(1 <= len(buffers) <= MAX_RANKS, f"{len(buffers)} ranks: the kernels take 1 to {MAX_RANKS}")
@@ -48,26 +76,23 @@ def peer_struct(buffers: Sequence[Buffer]) -> np.ndarray[Any, Any]:
     return struct
 
 
-def check_message(out: Buffer, inp: Buffer, capacity: int, add: bool) -> int:
-    """PRECONDs of every all-reduce. Returns the message's length in packs."""
-    n = inp.shape[0]
-    require(n > 0 and n % PACK == 0, f"a message of {n} elements is not whole packs of {PACK}")
-    require(n // PACK <= capacity, f"a message of {n} elements, the workspace takes {capacity * PACK}")
-    check_buffer(inp, (n,), BF16, "in")
-    check_buffer(out, (n,), F32 if add else BF16, "h" if add else "out")
-    return n // PACK
+def variant(world: int) -> int:
+    """The smallest compiled number of ranks that `world` fits in."""
+    return next(most for most in VARIANTS if world <= most)
 
 
-def message_grid(dev: Device, n: int, block: int, most: int) -> int:
-    """Blocks for a message of n packs, one pack a thread, no more than `most`."""
-    return max(1, min((n + block - 1) // block, most, dev.sm_count))
+def connect(devices: Sequence[Device], stem: str, names: Sequence[str]) -> None:
+    """Make ready for kernels that wait for each other: peer access, and every kernel loaded.
 
-
-def load_everywhere(devices: Sequence[Device], stem: str, names: Sequence[str]) -> None:
-    """Load kernels that wait for each other on every device now: loading one may wait for what runs, for ever."""
+    Loading one later may wait for what runs, for ever. Raises QwenRawError for devices without a peer path.
+    """
+    require(1 <= len(devices) <= MAX_RANKS, f"{len(devices)} ranks: the kernels take 1 to {MAX_RANKS}")
     for dev in devices:
+        for other in devices:
+            if other is not dev:
+                dev.enable_peer(other)
         for name in names:
-            dev.kernel(stem, name)
+            dev.kernel(stem, f"{name}_r{variant(len(devices))}")
 
 
 def ranks_on_gpu(devices: Sequence[Device], rank: int) -> int:
@@ -75,10 +100,57 @@ def ranks_on_gpu(devices: Sequence[Device], rank: int) -> int:
     return sum(dev.ordinal == devices[rank].ordinal for dev in devices)
 
 
-def polling_blocks(dev: Device, ranks: int) -> int:
-    """Most blocks of a kernel that polls on a GPU that so many ranks share.
+def polling_blocks(devices: Sequence[Device], rank: int) -> int:
+    """Most blocks of a kernel that polls, unless a launch asks for more.
 
-    All ranks' polling blocks together take half of the multiprocessors at most: the rest is left to the rank that the
-    others wait for, whatever it has to compute first.
+    On a GPU that ranks share, all their polling blocks together take half of the multiprocessors at most: the rest is
+    left to the rank that the others wait for, whatever it has to compute first.
     """
-    return dev.sm_count if ranks == 1 else max(1, dev.sm_count // (2 * ranks))
+    ranks, sms = ranks_on_gpu(devices, rank), devices[rank].sm_count
+    return sms if ranks == 1 else max(1, sms // (2 * ranks))
+
+
+def check_message(ws: Workspace, out: Buffer, inp: Buffer, add: bool) -> int:
+    """PRECONDs of every all-reduce. Returns the message's length in packs."""
+    n = inp.shape[0]
+    require(n > 0 and n % PACK == 0, f"a message of {n} elements is not whole packs of {PACK}")
+    require(n // PACK <= ws.capacity, f"a message of {n} elements, the workspace takes {ws.capacity * PACK}")
+    check_buffer(inp, (n,), BF16, "in")
+    check_buffer(out, (n,), F32 if add else BF16, "h" if add else "out")
+    check_owner(ws, inp, out)
+    return n // PACK
+
+
+def check_owner(ws: Workspace, inp: Buffer, *outs: Buffer) -> None:
+    """PRECONDs: all of this rank's device, so that its stream orders them; no output overlaps the input."""
+    for buffer in (inp, *outs):
+        require(ws.dev.owns(buffer), f"{buffer!r} is not of {ws.dev.name}'s stream, which this workspace belongs to")
+    for out in outs:
+        require(
+            out.ptr + out.nbytes <= inp.ptr or inp.ptr + inp.nbytes <= out.ptr, f"{out!r} overlaps the input {inp!r}"
+        )
+
+
+def message_grid(ws: Workspace, n: int, block: int) -> int:
+    """Blocks for a message of n packs, one pack a thread."""
+    return max(1, min(-(-n // block), ws.most_blocks))
+
+
+def launch_polling(
+    ws: Workspace, stem: str, name: str, grid: Dim, block: int, args: Sequence[Arg], *, most: int, pdl: bool
+) -> None:
+    """Launch `name`'s variant for this world. PRECONDs: at most `most` blocks, all resident beside other ranks'.
+
+    A dependent launch becomes an ordinary one where ranks share the GPU: blocks that wait for the previous kernel would
+    take the place of another rank's, which that kernel waits for.
+    """
+    dev, blocks = ws.dev, grid[0] * grid[1]
+    kernel = dev.kernel(stem, f"{name}_r{variant(ws.world)}")
+    require(0 < blocks <= most, f"{name}: {blocks} blocks, the workspace is laid out for 1 to {most}")
+    resident = dev.resident_blocks(kernel, block, 0) * dev.sm_count // ws.sharing
+    require(
+        blocks <= resident,
+        f"{name}: {blocks} blocks of {block} threads wait for each other, {dev.name} holds {resident} at once"
+        + (f" for each of {ws.sharing} ranks" if ws.sharing > 1 else ""),
+    )
+    dev.launch(kernel, grid, (block, 1, 1), args, pdl=pdl and ws.sharing == 1)

@@ -8,10 +8,11 @@ import numpy as np
 
 from qwen_raw.device import U32, Arg, Buffer, Device
 from qwen_raw.errors import require
-from qwen_raw.kernels.peers import SENTINEL, PollLimit
+from qwen_raw.kernels.peers import PollLimit
 
 STEM = "signal"
 SLOTS = 3
+ARMED = 0x80000000  # a doorbell that has not been rung
 THREADS = 256
 
 
@@ -39,7 +40,7 @@ class SignalEnds:
             f"a payload of {payload_bytes} bytes is not whole 16-byte packs",
         )
         slots = np.zeros((SLOTS, 1 + payload_bytes // 16, 4), np.uint32)
-        slots[:, 0, 0] = SENTINEL
+        slots[:, 0, 0] = ARMED
         ends = SignalEnds(
             producer,
             consumer,

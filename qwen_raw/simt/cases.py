@@ -18,6 +18,7 @@ from qwen_raw.device import BF16, F32, Buffer
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.allreduce_flag import FlagWorkspace, allreduce_flag
 from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lamport
+from qwen_raw.kernels.allreduce_norm import allreduce_norm
 from qwen_raw.kernels.allreduce_twoshot import TwoShotWorkspace, allreduce_twoshot
 from qwen_raw.kernels.attn_decode import MIN_SPLIT, Workspace, attn_decode
 from qwen_raw.kernels.embed import embed
@@ -194,6 +195,59 @@ def _allreduce(workspace: Any, reduce: Callable[..., None], shapes: Shapes) -> C
     return run
 
 
+def _allreduce_norm(world: SimWorld, rng: np.random.Generator) -> None:
+    """Sums with residual and RMSNorm, by turns with plain sums on the same workspace; then replays of a graph.
+
+    h is checked bit by bit; the normalised rows by being the same on all ranks and near the reference.
+    """
+    devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
+    D, rows = 8 * 35, (2, 0, 1)  # 35 packs: one or two blocks a row; 0: a plain sum of a few packs
+    ends = LamportWorkspace.create(devices, D // 8 * max(rows), limit_ns=0)
+    pdl, g = bool(rng.integers(2)), f32_to_bf16(rng.uniform(-2, 2, D).astype(np.float32))
+    weights = [device.array(g) for device in devices]
+    for replay in range(2):
+        blocks = [int(rng.choice((32, 64))) for _ in rows]
+        bits = [[payload(rng, T * D // 8 or 5) for T in rows] for _ in devices]
+        bases = [rng.uniform(-4, 4, row.size).astype(np.float32) for row in bits[0]]
+        inputs = [[device.array(row) for row in rank] for device, rank in zip(devices, bits, strict=True)]
+        h = [[device.array(base) for base in bases] for device in devices]
+        outputs = [Outputs(device, [T * D or 8 for T in rows]) for device in devices]
+
+        def queue(rank: int) -> None:
+            for k, T in enumerate(rows):
+                if not T:
+                    allreduce_lamport(ends[rank], h[rank][k], inputs[rank][k], add=True, block=blocks[k], pdl=pdl)  # noqa: B023
+                    continue
+                residual, out, inp = (b.view((T, D)) for b in (h[rank][k], outputs[rank].view(k), inputs[rank][k]))  # noqa: B023
+                allreduce_norm(ends[rank], residual, out, inp, weights[rank], 1e-6, block=blocks[k], pdl=pdl)  # noqa: B023
+
+        _start(world, rng, queue)
+        got = [[buffer.download() for buffer in rank] for rank in h]
+        for k, T in enumerate(rows):
+            want = bases[k] + rank_order_sum([rank[k] for rank in bits])
+            for rank in range(world.ranks):
+                _equal(got[rank][k], want, f"replay {replay}, call {k}: h", rank, 3 * replay + k)
+            if not T:
+                continue
+            results = [out.results()[k] for out in outputs]
+            for rank in range(world.ranks):
+                _equal(
+                    results[rank], results[0], f"replay {replay}, call {k}: norm, unlike rank 0's", rank, 3 * replay + k
+                )
+            row = want.reshape(T, D).astype(np.float64)
+            norm = row / np.sqrt((row**2).mean(1, keepdims=True) + 1e-6) * bf16_to_f32(g)
+            if np.abs(bf16_to_f32(results[0]).reshape(T, D) - norm).max() > 2.0**-8 * np.abs(norm).max():
+                raise Mismatch(f"replay {replay}, call {k}: norm", 0, 3 * replay + k)
+
+
+def _equal(got: Array, want: Array, what: str, rank: int, launch: int) -> None:
+    wrong = np.flatnonzero(got.view(f"u{got.itemsize}") != want.view(f"u{want.itemsize}"))
+    if wrong.size:
+        i = int(wrong[0])
+        message = f"rank {rank}, {what}: element {i} is {got[i]}, expected {want[i]} ({wrong.size} wrong)"
+        raise Mismatch(message, rank, launch)
+
+
 def _signal(world: SimWorld, rng: np.random.Generator) -> None:
     """Every even rank hands over to the next one, as far ahead as the slots allow; then replays of a graph."""
     devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
@@ -303,6 +357,7 @@ CASES = {
             2,
             "reduce-scatter, all-gather",
         ),
+        Case("allreduce_norm", _allreduce_norm, 2, "push, residual, RMSNorm over several blocks"),
         Case("signal", _signal, 2, "put with signal, three slots"),
         Case("attn_decode", _alone(_attn_decode, range(3)), 1, "last block merges the splits"),
         Case("chain", _alone(_chain, range(4, 15, 5)), 1, "dependent launches of embed and gemv_bf16"),

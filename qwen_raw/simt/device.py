@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qwen_raw.device import U64, Arg, Device, Dim, Kernel
+from qwen_raw.device import U64, Arg, Buffer, Device, Dim, Kernel
 from qwen_raw.errors import QwenRawError
 from qwen_raw.simt.buffer import Allocation, SimBuffer, SimHostRing
 from qwen_raw.simt.kernel import (
@@ -158,6 +158,10 @@ class SimDevice:
             keep=[arg for arg in args if isinstance(arg, SimBuffer)],
         )
         self._queue(lambda: self.world.launch(prepared))
+
+    def owns(self, buffer: Buffer) -> bool:
+        """Whether `buffer` is of this device's memory."""
+        return isinstance(buffer, SimBuffer) and buffer.device is self
 
     def enable_peer(self, other: Device) -> None:
         """Nothing to do: ranks of one world reach each other.

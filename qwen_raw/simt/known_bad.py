@@ -60,29 +60,31 @@ def _apply(text: str, edits: tuple[Edit, ...], name: str) -> str:
 
 
 _SIGNAL = """    __threadfence_system();
-    st_release_sys_u32(flag_word(flags, peer, epoch, block, rank, blocks), epoch);
+    st_release_sys_u32(end.word(peer, epoch, end.rank), epoch);
 """
+_NO_FENCE = ((_SIGNAL, "    st_volatile_u32(end.word(peer, epoch, end.rank), epoch);\n"),)
 _BARRIER = "// Block-wide barrier with the same block of every rank."
 _COUNTER_BARRIER = """
-DEVICE void counter_barrier(const Peers& flags, uint32_t epoch, int rank, int world, int blocks, Watch& watch) {
-  const int peer = threadIdx.x, block = blockIdx.x;
-  if (peer < world && peer != rank) {
-    const uint32_t turn = ++*flag_word(flags, rank, 1, block, peer, blocks);  // this block's barriers so far
-    red_release_sys_add_u32(flag_word(flags, peer, 0, block, peer, blocks), 1);
-    const uint32_t* mine = flag_word(flags, rank, 0, block, rank, blocks);
-    while (ld_acquire_sys_u32(mine) < turn * (world - 1)) watch_poll(watch, rank, peer, epoch);
+DEVICE void counter_barrier(const Flags& end, uint32_t epoch, Watch& watch) {
+  const int peer = threadIdx.x;
+  if (peer < end.world && peer != end.rank) {
+    const uint32_t turn = ++*end.word(end.rank, 1, peer);  // this block's barriers so far
+    red_release_sys_add_u32(end.word(peer, 0, peer), 1);
+    const uint32_t* mine = end.word(end.rank, 0, end.rank);
+    while (ld_acquire_sys_u32(mine) < turn * (end.world - 1)) watch_poll(watch, end.rank, peer, epoch);
   }
   __syncthreads();
 }
 
 """
 _PUSH_BY_THREADS = (
-    "  for (int i = mine + int(threadIdx.x); i < mine_end; i += blockDim.x) {\n",
-    "  for (int i = mine; i < mine_end && int(threadIdx.x) < world; i++) {\n",
+    "  for (int i = mine + int(threadIdx.x); i < mine_stop; i += READS * step) {\n",
+    "  for (int i = mine; i < mine_stop && int(threadIdx.x) < end.world; i += READS) {\n    const int step = 1;\n",
 )
 _PUSH_TO_ONE = (
-    "for (int d = 0; d < world; d++) st_volatile_v4(results.packs((rank + d) % world) + half + i, v);",
-    "st_volatile_v4(results.packs(threadIdx.x) + half + i, v);",
+    "for (int d = 0; d < end.world; d++) "
+    "st_volatile_v4(end.results.packs((end.rank + d) % end.world) + half + i + k * step, packed);",
+    "st_volatile_v4(end.results.packs(threadIdx.x) + half + i + k * step, packed);",
 )
 _HOLE = (
     "DEVICE bool has_hole(uint4 v) "
@@ -97,27 +99,24 @@ VARIANTS = {
             "allreduce_lamport",
             "allreduce_lamport",
             "two buffers: the one re-armed in call f is the one that a fast peer already fills for call f + 1",
-            edits=(("constexpr int BUFFERS = 3;", "constexpr int BUFFERS = 2;"),),
+            header="lamport.cuh",
+            header_edits=(("constexpr int BUFFERS = 3;", "constexpr int BUFFERS = 2;"),),
         ),
         Variant(
             "no_fence",
             "allreduce_twoshot",
             "allreduce_twoshot",
             "the flag is a plain store: it can arrive before the payload that was stored first",
-            header="lamport.cuh",
-            header_edits=(
-                (_SIGNAL, "    st_volatile_u32(flag_word(flags, peer, epoch, block, rank, blocks), epoch);\n"),
-            ),
+            header="flags.cuh",
+            header_edits=_NO_FENCE,
         ),
         Variant(
             "no_fence_own",
             "allreduce_flag",
             "allreduce_flag",
             "the same with a payload in own memory: that too may become visible after the flag",
-            header="lamport.cuh",
-            header_edits=(
-                (_SIGNAL, "    st_volatile_u32(flag_word(flags, peer, epoch, block, rank, blocks), epoch);\n"),
-            ),
+            header="flags.cuh",
+            header_edits=_NO_FENCE,
             weak_local=True,
         ),
         Variant(
@@ -129,12 +128,12 @@ VARIANTS = {
                 _PUSH_BY_THREADS,
                 _PUSH_TO_ONE,
                 (
-                    "  block_barrier(flags, 2 * call - 1, ",
-                    "  __syncthreads();\n  counter_barrier(flags, 2 * call - 1, ",
+                    "  block_barrier(end, epoch - 1, ",
+                    "  __syncthreads();\n  counter_barrier(end, epoch - 1, ",
                 ),
-                ("  block_barrier(flags, 2 * call, ", "  counter_barrier(flags, 2 * call, "),
+                ("  block_barrier(end, epoch, ", "  counter_barrier(end, epoch, "),
             ),
-            header="lamport.cuh",
+            header="flags.cuh",
             header_edits=((_BARRIER, _COUNTER_BARRIER + _BARRIER),),
             least_ranks=3,
         ),
@@ -143,15 +142,15 @@ VARIANTS = {
             "allreduce_flag",
             "allreduce_flag",
             "one word a source: a fast peer overwrites epoch e with e + 1 before it was seen, and != waits for ever",
-            header="lamport.cuh",
-            header_edits=(("((epoch & 1) * blocks + block)", "(block)"),),
+            header="flags.cuh",
+            header_edits=(("((epoch & 1) * blocks + blockIdx.x)", "(blockIdx.x)"),),
         ),
         Variant(
             "one_payload",
             "allreduce_flag",
             "allreduce_flag",
             "one payload buffer, no barrier at the end: a fast rank's next call overwrites what a slow one still reads",
-            edits=(("const int64_t half = int64_t(epoch & 1) * capacity;", "const int64_t half = 0;"),),
+            edits=(("const int64_t half = int64_t(epoch & 1) * end.capacity;", "const int64_t half = 0;"),),
         ),
         Variant(
             "float_sentinel",
@@ -182,19 +181,22 @@ VARIANTS = {
             "allreduce_lamport",
             "allreduce_lamport",
             "the buffer is re-armed with this call's length: after a shorter call old words pass for new ones",
-            edits=(("const int stale = int(control->length[previous]);", "const int stale = n;"),),
+            edits=(("  rearm(end, turn);\n", "  rearm(end, {turn.buffer, uint32_t(n), 0, 0});\n"),),
         ),
         Variant(
-            "first_block_rotates",
+            "first_thread_rotates",
             "allreduce_lamport",
             "allreduce_lamport",
-            "the first block to end advances the rotation: blocks that start later take the next call's buffer",
-            edits=(
-                (
-                    "atom_inc_acq_rel_gpu(&control->arrived, gridDim.x - 1) == gridDim.x - 1",
-                    "atom_inc_acq_rel_gpu(&control->arrived, gridDim.x - 1) == 0",
-                ),
-            ),
+            "no barrier before the turn is advanced: threads that come later take the next call's buffer",
+            edits=(("  __syncthreads();\n", ""),),
+        ),
+        Variant(
+            "own_block_rotates",
+            "allreduce_lamport",
+            "allreduce_lamport",
+            "a block advances its own turn alone: after a call of fewer blocks the others are out of step",
+            header="lamport.cuh",
+            header_edits=(("i < end.blocks; i += int(blockDim.x)", "i == block_number(); i += int(blockDim.x)"),),
         ),
         Variant(
             "early_rotation",
@@ -202,8 +204,10 @@ VARIANTS = {
             "allreduce_lamport",
             "the rotation is read before griddep_wait: the previous call may not have advanced it yet",
             edits=(
-                ("  griddep_wait();\n  const uint32_t buffer", "  const uint32_t buffer"),
-                ("  uint4* mine = peers.packs(rank);\n", "  griddep_wait();\n  uint4* mine = peers.packs(rank);\n"),
+                (
+                    "  griddep_wait();\n  const Turn turn = read_turn(end);\n",
+                    "  const Turn turn = read_turn(end);\n  griddep_wait();\n",
+                ),
             ),
         ),
         Variant(

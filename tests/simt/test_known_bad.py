@@ -27,8 +27,9 @@ FOUND = {
     "float_sentinel": (10, 2, "deadlock"),
     "one_word": (10, 2, "expected"),
     "wrong_length": (10, 2, "expected"),
-    "first_block_rotates": (10, 2, "deadlock"),
-    "early_rotation": (20, 4, "expected"),
+    "first_thread_rotates": (10, 2, "deadlock"),
+    "own_block_rotates": (10, 2, "deadlock"),
+    "early_rotation": (20, 4, "deadlock"),
     "late_wait": (5, 1, "expected"),
     "fence_before_barrier": (5, 1, "data race: read of argument part"),
     "two_slots": (20, 2, "deadlock"),
@@ -105,6 +106,6 @@ def test_a_failing_seed_is_replayed_with_its_trace(capsys: pytest.CaptureFixture
     report = run(setting_of("no_fence", 2), 50)
     assert torture.main(["no_fence", "--ranks", "2", "--replay", str(report.first_failing)]) == 1
     printed = capsys.readouterr().out
-    assert "  include/lamport.cuh:" in printed and "  allreduce_twoshot.cu:" in printed and "lands" in printed
+    assert "  include/flags.cuh:" in printed and "  allreduce_twoshot.cu:" in printed and "lands" in printed
     assert f"seed {report.first_failing}: {report.symptom}" in printed
     assert torture.main(["no_fence", "--ranks", "2", "--seeds", "50", "--jobs", "1"]) == 1

@@ -1,0 +1,80 @@
+// peers.cuh - what every kernel that talks to a peer shares: peer pointers, polls with a deadline, sums in rank order.
+#pragma once
+#include "vec.cuh"
+
+constexpr int MAX_RANKS = 8;
+
+// Every rank's buffer of one kind, by rank, as this rank addresses it; passed by value.
+struct Peers {
+  uint64_t base[MAX_RANKS];
+  DEVICE uint4* packs(int rank) const { return reinterpret_cast<uint4*>(base[rank]); }
+  DEVICE uint32_t* words(int rank) const { return reinterpret_cast<uint32_t*>(base[rank]); }
+};
+
+// How long a poll may last, and where to say which peer did not answer; passed by value. ns = 0: no limit.
+struct PollLimit {
+  uint64_t ns;
+  uint64_t fault;  // address of 4 words that the host can read: {1 + rank that waits, 1 + peer waited for, call (twoshot: barrier), unused}
+};
+
+// One thread's watch over its polls. The clock is read every 1,024th poll only: it is far slower than a poll.
+struct Watch {
+  PollLimit limit;
+  uint64_t until;
+  uint32_t polls;
+};
+DEVICE Watch watch_start(PollLimit limit) { return {limit, 0, 0}; }
+// One more unsuccessful poll: traps, having written the fault record, when the time is up. The fence: a trap completes no stores.
+DEVICE void watch_poll(Watch& w, int rank, int peer, uint32_t call) {
+  if (w.limit.ns == 0 || ++w.polls % 1024 != 1) return;
+  const uint64_t now = global_timer_ns();
+  if (w.until == 0) w.until = now + w.limit.ns;
+  if (now < w.until) return;
+  uint32_t* fault = reinterpret_cast<uint32_t*>(w.limit.fault);
+  st_volatile_u32(fault + 1, uint32_t(peer) + 1);
+  st_volatile_u32(fault + 2, call);
+  st_release_sys_u32(fault, uint32_t(rank) + 1);
+  __threadfence_system();
+  trap();
+}
+
+// Eight bf16 added to eight fp32 sums.
+DEVICE void add_pack(float (&sum)[8], uint4 v) {
+  float f[8];
+  unpack_bf16(f, v);
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum[i] += f[i];
+}
+// The sum of a pack over ranks, in rank order from +0: every rank holds the same bits. Sources beyond the world must be zero.
+template <int RANKS>
+DEVICE void sum_sources(float (&sum)[8], const uint4 (&v)[RANKS]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum[i] = 0.f;
+#pragma unroll
+  for (int s = 0; s < RANKS; s++) add_pack(sum, v[s]);
+}
+
+// Where sums go. fetch() is called early, after griddep_wait, and what it reads arrives while the thread waits for its peers.
+struct Replace {  // as bf16
+  uint4* out;
+  DEVICE void fetch(int) {}
+  DEVICE void store(int pack, const float (&sum)[8]) { out[pack] = pack_bf16x8(sum); }
+};
+struct Accumulate {  // added to the fp32 residual stream
+  float4* h;
+  float4 a, b;
+  DEVICE void fetch(int pack) { a = ld_global_f4(h + 2 * int64_t(pack)), b = ld_global_f4(h + 2 * int64_t(pack) + 1); }
+  DEVICE void add(float (&sum)[8]) const {
+    const float old[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum[i] = old[i] + sum[i];
+  }
+  DEVICE void put(int pack, const float (&v)[8]) const {
+    h[2 * int64_t(pack)] = make_float4(v[0], v[1], v[2], v[3]);
+    h[2 * int64_t(pack) + 1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+  DEVICE void store(int pack, float (&sum)[8]) const {
+    add(sum);
+    put(pack, sum);
+  }
+};
