@@ -21,7 +21,7 @@
 // grid: any (blocks stride over the rows); block: 256. bytes moved: 4·rows; over the link 16 bytes a peer.
 // PRECOND  text_vocab <= V. PRECOND  best holds gridDim.x × 2 words of 64 bits; counter zero before the first launch; ring holds 2·slots words.
 // PRECOND  sample_ranks: mailboxes [2, 8] packs, zero, and step 0 on all ranks before the first launch; all ranks make the same launches. minimum arch: sm_80
-#include "include/lamport.cuh"
+#include "include/peers.cuh"
 #include "include/reduce.cuh"
 
 constexpr uint32_t BAD_ID = 0xffffffffu;

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from conformance.machines import HERE, Machine, Recording, mma_error, stage_probes
-from conformance.two_ranks import run as run_two_ranks
+from conformance.machines import HERE, MOST_RANKS, Machine, Recording, mma_error, stage_probes
+from conformance.some_ranks import run as run_some_ranks
 
 from qwen_raw.errors import UsageError
 
@@ -36,12 +36,12 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def simulated(library: Library, seed: int | None) -> Iterator[Machine]:
-    """Two ranks in the simulator."""
+    """Ranks in the simulator."""
     from qwen_raw.simt.device import SimDevice
     from qwen_raw.simt.world import SimWorld
 
-    with SimWorld(2, seed=seed, library=library) as world:
-        ranks = [Recording(SimDevice(world=world, rank=rank)) for rank in range(2)]
+    with SimWorld(MOST_RANKS, seed=seed, library=library) as world:
+        ranks = [Recording(SimDevice(world=world, rank=rank)) for rank in range(MOST_RANKS)]
         yield Machine(ranks, lambda name: library.kernel("probes", name), world.together, world.run)
 
 
@@ -72,10 +72,10 @@ def gpu(cuda_device: Any, staged: Path) -> Machine:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(_open_gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, dict[str, Any]]]:
-    """(the generators' seed, results by case and name) of the cases with two ranks, on GPU 0."""
+def some_ranks(_open_gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, dict[str, Any]]]:
+    """(the generators' seed, results by case and name) of the cases with several ranks, on GPU 0."""
     seed = int(np.random.SeedSequence().generate_state(1)[0])
-    return seed, run_two_ranks(seed, tmp_path_factory.mktemp("two_ranks"))
+    return seed, run_some_ranks(seed, tmp_path_factory.mktemp("some_ranks"))
 
 
 @pytest.fixture

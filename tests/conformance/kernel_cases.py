@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from conformance.machines import LIMIT_NS, Array, Machine, Output
+from conformance.machines import Array, Machine, Output
 from kernel_reference import bf16_input, f16_input, make_linear, silu
 
 from loaders.dtypes import bf16_to_f32, f16_to_f32
-from qwen_raw.device import BF16, E4M3, F16, F32, U32, Buffer
-from qwen_raw.kernels import allreduce_flag, allreduce_lamport, allreduce_twoshot, signal
+from qwen_raw.device import BF16, E4M3, F16, F32, Buffer
 from qwen_raw.kernels.attn_decode import MIN_SPLIT, Workspace, attn_decode
 from qwen_raw.kernels.attn_prefill import attn_prefill
 from qwen_raw.kernels.bandwidth import read_all
@@ -43,6 +42,10 @@ class Case:
     entry: str
     run: Callable[[Machine, np.random.Generator], Outputs]
     ranks: int = 1
+
+    def on(self, machine: Machine, rng: np.random.Generator) -> Outputs:
+        """Runs it on as many of the machine's ranks as it takes."""
+        return self.run(machine.of(self.ranks), rng)
 
 
 def rotary(rng: np.random.Generator, max_len: int, HD: int) -> Array:
@@ -313,26 +316,6 @@ def run_sample(machine: Machine, rng: np.random.Generator) -> Outputs:
     return {"states": exact(np.array(states)), "ring": exact(s.ring.words.copy())}
 
 
-def run_sample_ranks(machine: Machine, rng: np.random.Generator) -> Outputs:
-    """The same between ranks that hold some rows each: all end in the same state, and post the same."""
-    parts = [range(0, 301), range(301, 700)]
-    samplers = Sampler.create_ranks(machine.ranks, parts, limit_ns=LIMIT_NS, blocks=3)
-    results: Outputs = {}
-    for step in range(5):
-        logits = fp32(rng, 700)
-        if step == 0:
-            logits[[57, 601]] = 9.0
-        seed, rows = int(rng.integers(1 << 63)), []
-        for rank, s in zip(machine.ranks, samplers, strict=True):
-            s.set_params(0.0 if step < 2 else 0.8, seed, 690)
-            rows.append(rank.array(logits[s.rows.start : s.rows.stop]))
-        with machine.together(("sample", "sample_ranks_f32")):
-            for rank, s, row in zip(machine.ranks, samplers, rows, strict=True):
-                sample(rank, row, s)
-        results |= {f"state {step}, rank {r}": exact(s.state.download()) for r, s in enumerate(samplers)}
-    return results | {f"ring of rank {r}": exact(s.ring.words.copy()) for r, s in enumerate(samplers)}
-
-
 def run_bandwidth(machine: Machine, rng: np.random.Generator) -> Outputs:
     """The sink is written if the words that some thread reads xor to one value: a single pack can be made to.
 
@@ -351,67 +334,12 @@ def run_bandwidth(machine: Machine, rng: np.random.Generator) -> Outputs:
     return {"sinks": exact(np.array(sinks))}
 
 
-# ---- between ranks: fp32 sums in rank order, every bit -----------------------------------------------------
-def allreduce(name: str, workspace: Any, reduce: Callable[..., None], add: bool) -> Case:
-    entry = f"allreduce_{name}_{'add_' if add else ''}bf16"
-
-    def run(machine: Machine, rng: np.random.Generator) -> Outputs:
-        ends = workspace.create(machine.ranks, 40, limit_ns=LIMIT_NS)
-        calls = []
-        for packs in (40, 1, 17, 3):
-            base, inputs = fp32(rng, 8 * packs), [bf16_input(rng, 8 * packs)[0] for _ in machine.ranks]
-            outs = [rank.array(base) if add else rank.zeros((8 * packs,), BF16) for rank in machine.ranks]
-            calls.append([(o, rank.array(x)) for rank, o, x in zip(machine.ranks, outs, inputs, strict=True)])
-        # Each rank's calls are queued back to back; both ranks' blocks fit the GPU many times over.
-        with machine.together((f"allreduce_{name}", entry)):
-            for call in calls:
-                for end, (out, inp) in zip(ends, call, strict=True):
-                    reduce(end, out, inp, add=add, block=32, grid=2)
-        assert [end.limit.fault() for end in ends] == [None, None]
-        return {
-            f"call {i}, rank {r}": exact(out.download())
-            for i, call in enumerate(calls)
-            for r, (out, _) in enumerate(call)
-        }
-
-    return Case(entry, run, ranks=2)
-
-
-def run_signal(machine: Machine, rng: np.random.Generator) -> Outputs:
-    """Both ends on one stream, three hand-overs ahead at most: the slots come round twice."""
-    dev, results = machine.dev, {}
-    ends = signal.SignalEnds.create(dev, dev, 80, limit_ns=LIMIT_NS)
-    for round_ in range(3):
-        payloads = [rng.integers(0, 1 << 32, 20, dtype=np.uint32) for _ in range(signal.SLOTS)]
-        payloads[0][:4] = 0x80000000  # the sentinel is data here
-        sent, taken = [dev.array(p) for p in payloads], [dev.zeros((20,), U32) for _ in payloads]
-        for buffer in sent:
-            signal.signal_put(ends, buffer, threads=64)
-        for buffer in taken:
-            signal.signal_take(ends, buffer, threads=64)
-        for i, buffer in enumerate(taken):
-            got = buffer.download()
-            np.testing.assert_array_equal(got, payloads[i])
-            results[f"round {round_}, slot {i}"] = exact(got)
-    for name, buffer in (("slots", ends.slots), ("credit", ends.credit), ("put", ends.put_number)):
-        results[name] = exact(buffer.download())
-    return results
-
-
 def all_cases() -> list[Case]:
-    """Every kernel's case."""
-    reduces = (
-        ("lamport", allreduce_lamport.LamportWorkspace, allreduce_lamport.allreduce_lamport),
-        ("flag", allreduce_flag.FlagWorkspace, allreduce_flag.allreduce_flag),
-        ("twoshot", allreduce_twoshot.TwoShotWorkspace, allreduce_twoshot.allreduce_twoshot),
-    )
+    """Every kernel's case, but for those in rank_cases.py."""
     return [
         *(case for gemv in (GEMV_BF16, GEMV_FP8) for case in gemv_cases(gemv)),
         *(case for gemm in (GEMM_BF16, GEMM_FP8) for case in gemm_cases(gemm)),
         *(make(HD) for make in (decode, prefill) for HD in (64, 128)),
-        *(allreduce(*reduce, add) for reduce in reduces for add in (False, True)),
-        Case("signal_put", run_signal),
-        Case("signal_take", run_signal),
         Case("embed_bf16", run_embed),
         Case("quantize_rows_bf16", run_quantize),
         Case("synthetic_bf16", run_synthetic_bf16),
@@ -419,6 +347,5 @@ def all_cases() -> list[Case]:
         Case("rmsnorm_f32", run_rmsnorm),
         Case("rmsnorm_split_f32", run_rmsnorm_split),
         Case("sample_f32", run_sample),
-        Case("sample_ranks_f32", run_sample_ranks, ranks=2),
         Case("read_v4", run_bandwidth),
     ]

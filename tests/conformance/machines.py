@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from qwen_raw.device import Arg, Dim
 
 Array = np.ndarray[Any, Any]
 HERE = Path(__file__).parent
+MOST_RANKS = 5  # that a case takes: kernels that are compiled for up to eight are used by five
 # Deadline of the polls of kernels that wait for a peer: a fault ends the launch instead of hanging it.
 LIMIT_NS = 2_000_000_000
 
@@ -35,6 +36,10 @@ class Recording:
         self.launched.add(kernel.name)
         self._device.launch(kernel, grid, block, args, **options)
 
+    def enable_peer(self, other: Any) -> None:
+        """As the device's."""
+        self._device.enable_peer(other._device)
+
 
 @dataclass
 class Machine:
@@ -45,6 +50,10 @@ class Machine:
     holding: Callable[[], Any]  # context: what it queues starts together, where that can be said
     finish: Callable[[], None]
     mma_error: float = 2.0**-22  # see mma_error()
+
+    def of(self, ranks: int) -> Machine:
+        """The first so many ranks of it."""
+        return replace(self, ranks=self.ranks[:ranks])
 
     @property
     def dev(self) -> Recording:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from conformance.kernel_cases import Case, all_cases
 from conformance.machines import Machine, Output, compare
+from conformance.rank_cases import rank_cases
 
 from qwen_raw import paths
 from qwen_raw.kernels import compile as nvrtc
 
-CASES = all_cases()
+CASES = all_cases() + rank_cases()
 NewRng = Callable[[], np.random.Generator]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.entry)
 
@@ -36,7 +37,7 @@ def test_simulator_gives_the_same_bits_in_any_order(
     in_order: Machine, shuffled: Machine, new_rng: NewRng, case: Case
 ) -> None:
     """The case launches its kernel, and no result depends on who ran when: so a GPU's may be held against it."""
-    first, second = case.run(in_order, new_rng()), case.run(shuffled, new_rng())
+    first, second = case.on(in_order, new_rng()), case.on(shuffled, new_rng())
     assert case.entry in in_order.dev.launched
     assert first.keys() == second.keys() and first
     for name, want in second.items():
@@ -51,12 +52,12 @@ def test_gpu_equals_simulator(
 ) -> None:
     shuffled.mma_error = gpu.mma_error
     if case.ranks == 1:
-        got, want = case.run(gpu, new_rng()), case.run(shuffled, new_rng())
+        got, want = case.on(gpu, new_rng()), case.on(shuffled, new_rng())
         assert case.entry in gpu.dev.launched
     else:
-        seed, results = request.getfixturevalue("two_ranks")
+        seed, results = request.getfixturevalue("some_ranks")
         print(f"rng seed {seed}")
-        want = case.run(shuffled, np.random.default_rng(seed))
+        want = case.on(shuffled, np.random.default_rng(seed))
         got = {name: Output(values) for name, values in results[case.entry].items()}
     assert got.keys() == want.keys()
     for name, output in want.items():

@@ -1,6 +1,6 @@
-"""The cases that need two ranks, on one GPU: two devices, thus two streams, whose kernels run side by side.
+"""The cases that need several ranks, on one GPU: a device each, thus a stream each, whose kernels run side by side.
 
-In a process of its own, `python -m conformance.two_ranks SEED FILE.npz`: should a poll run into its deadline, its trap
+In a process of its own, `python -m conformance.some_ranks SEED FILE.npz`: should a poll run into its deadline, its trap
 takes the process's GPU with it.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import numpy as np
-from conformance.kernel_cases import all_cases
-from conformance.machines import Array, Machine, Recording
+from conformance.machines import MOST_RANKS, Array, Machine, Recording
+from conformance.rank_cases import rank_cases
 
 import qwen_raw
 
@@ -24,10 +24,10 @@ def run(seed: int, folder: Path) -> dict[str, dict[str, Array]]:
 
     Raises RuntimeError with the process's last words if it failed.
     """
-    file = folder / "two_ranks.npz"
+    file = folder / "some_ranks.npz"
     roots = [str(Path(__file__).parents[1]), str(Path(qwen_raw.__file__).parents[1])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
-    command = [sys.executable, "-m", "conformance.two_ranks", str(seed), str(file)]
+    command = [sys.executable, "-m", "conformance.some_ranks", str(seed), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
@@ -44,19 +44,19 @@ def main(seed: int, file: Path) -> None:
     from qwen_raw.driver.device import CudaDevice
 
     arrays = {}
-    with CudaDevice(0) as first, CudaDevice(0) as second:
-        ranks = [Recording(first), Recording(second)]
+    with ExitStack() as stack:
+        ranks = [Recording(stack.enter_context(CudaDevice(0))) for _ in range(MOST_RANKS)]
 
         def finish() -> None:
             for rank in ranks:
                 rank.synchronize()
 
         machine = Machine(ranks, lambda name: None, nullcontext, finish)
-        for case in all_cases():
-            if case.ranks == 2:
-                for name, output in case.run(machine, np.random.default_rng(seed)).items():
+        for case in rank_cases():
+            if case.ranks > 1:
+                for name, output in case.on(machine, np.random.default_rng(seed)).items():
                     arrays[f"{case.entry}|{name}"] = output.values
-                assert all(case.entry in rank.launched for rank in ranks), case.entry
+                assert all(case.entry in rank.launched for rank in ranks[: case.ranks]), case.entry
     np.savez(file, **arrays)
 
 

@@ -1,0 +1,127 @@
+"""Cases of the entry points that talk to another rank: fp32 sums in rank order, and every bit of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from conformance.kernel_cases import EPS, Case, Outputs, exact, fp32, rounded
+from conformance.machines import LIMIT_NS, Machine
+from kernel_reference import bf16_input
+
+from qwen_raw.device import BF16, U32
+from qwen_raw.kernels import allreduce_flag, allreduce_lamport, allreduce_twoshot, signal
+from qwen_raw.kernels.allreduce_norm import allreduce_norm as reduce_and_norm
+from qwen_raw.kernels.sample import Sampler, sample
+
+MESSAGES = (40, 1, 17, 3)  # packs
+WORLDS = {2: 2, 3: 4, 5: 8}  # ranks → the variant that is compiled for so many or less
+
+
+def allreduce(name: str, workspace: Any, reduce: Callable[..., None], add: bool, world: int) -> Case:
+    entry = f"allreduce_{name}_{'add_' if add else ''}bf16_r{WORLDS[world]}"
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outputs:
+        ends = workspace.create(machine.ranks, 40, limit_ns=LIMIT_NS)
+        calls = []
+        for packs in MESSAGES:
+            base, inputs = fp32(rng, 8 * packs), [bf16_input(rng, 8 * packs)[0] for _ in machine.ranks]
+            outs = [rank.array(base) if add else rank.zeros((8 * packs,), BF16) for rank in machine.ranks]
+            calls.append([(o, rank.array(x)) for rank, o, x in zip(machine.ranks, outs, inputs, strict=True)])
+        # Each rank's calls are queued back to back; all ranks' blocks fit the GPU many times over.
+        with machine.together((f"allreduce_{name}", entry)):
+            for call in calls:
+                for end, (out, inp) in zip(ends, call, strict=True):
+                    reduce(end, out, inp, add=add, block=32, grid=2)
+        assert [end.limit.fault() for end in ends] == [None] * world
+        return {
+            f"call {i}, rank {r}": exact(out.download())
+            for i, call in enumerate(calls)
+            for r, (out, _) in enumerate(call)
+        }
+
+    return Case(entry, run, world)
+
+
+def allreduce_norm(world: int) -> Case:
+    """h in every bit. The norm goes through fma and rsqrtf."""
+    entry = f"allreduce_norm_bf16_r{WORLDS[world]}"
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outputs:
+        D, ends = 8 * 70, allreduce_lamport.LamportWorkspace.create(machine.ranks, 70 * 3, limit_ns=LIMIT_NS)
+        g, calls = bf16_input(rng, D)[0], []
+        for T in (1, 3, 2):
+            base, inputs = fp32(rng, T, D), [bf16_input(rng, T, D)[0] for _ in machine.ranks]
+            buffers = [(rank.array(base), rank.zeros((T, D), BF16), rank.array(g)) for rank in machine.ranks]
+            calls.append([(*own, rank.array(x)) for rank, own, x in zip(machine.ranks, buffers, inputs, strict=True)])
+        with machine.together(("allreduce_norm", entry)):
+            for call in calls:
+                for end, (h, out, weight, inp) in zip(ends, call, strict=True):
+                    reduce_and_norm(end, h, out, inp, weight, EPS, block=32)
+        results: Outputs = {}
+        for i, call in enumerate(calls):
+            for r, (h, out, _, _) in enumerate(call):
+                results[f"call {i}, rank {r}: h"] = exact(h.download())
+                results[f"call {i}, rank {r}: norm"] = rounded(out.download())
+                np.testing.assert_array_equal(out.download(), call[0][1].download())
+        return results
+
+    return Case(entry, run, world)
+
+
+def run_sample_ranks(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """The same between ranks that hold some rows each: all end in the same state, and post the same."""
+    parts = [range(0, 301), range(301, 700)]
+    samplers = Sampler.create_ranks(machine.ranks, parts, limit_ns=LIMIT_NS, blocks=3)
+    results: Outputs = {}
+    for step in range(5):
+        logits = fp32(rng, 700)
+        if step == 0:
+            logits[[57, 601]] = 9.0
+        seed, rows = int(rng.integers(1 << 63)), []
+        for rank, s in zip(machine.ranks, samplers, strict=True):
+            s.set_params(0.0 if step < 2 else 0.8, seed, 690)
+            rows.append(rank.array(logits[s.rows.start : s.rows.stop]))
+        with machine.together(("sample", "sample_ranks_f32")):
+            for rank, s, row in zip(machine.ranks, samplers, rows, strict=True):
+                sample(rank, row, s)
+        results |= {f"state {step}, rank {r}": exact(s.state.download()) for r, s in enumerate(samplers)}
+    return results | {f"ring of rank {r}": exact(s.ring.words.copy()) for r, s in enumerate(samplers)}
+
+
+def run_signal(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """Both ends on one stream, three hand-overs ahead at most: the slots come round twice."""
+    dev, results = machine.dev, {}
+    ends = signal.SignalEnds.create(dev, dev, 80, limit_ns=LIMIT_NS)
+    for round_ in range(3):
+        payloads = [rng.integers(0, 1 << 32, 20, dtype=np.uint32) for _ in range(signal.SLOTS)]
+        payloads[0][:4] = 0x80000000  # the sentinel is data here
+        sent, taken = [dev.array(p) for p in payloads], [dev.zeros((20,), U32) for _ in payloads]
+        for buffer in sent:
+            signal.signal_put(ends, buffer, threads=64)
+        for buffer in taken:
+            signal.signal_take(ends, buffer, threads=64)
+        for i, buffer in enumerate(taken):
+            got = buffer.download()
+            np.testing.assert_array_equal(got, payloads[i])
+            results[f"round {round_}, slot {i}"] = exact(got)
+    for name, buffer in (("slots", ends.slots), ("credit", ends.credit), ("put", ends.put_number)):
+        results[name] = exact(buffer.download())
+    return results
+
+
+def rank_cases() -> list[Case]:
+    """Every such kernel's case."""
+    reduces = (
+        ("lamport", allreduce_lamport.LamportWorkspace, allreduce_lamport.allreduce_lamport),
+        ("flag", allreduce_flag.FlagWorkspace, allreduce_flag.allreduce_flag),
+        ("twoshot", allreduce_twoshot.TwoShotWorkspace, allreduce_twoshot.allreduce_twoshot),
+    )
+    return [
+        *(allreduce(*reduce, add, world) for reduce in reduces for add in (False, True) for world in WORLDS),
+        *map(allreduce_norm, WORLDS),
+        Case("signal_put", run_signal),
+        Case("signal_take", run_signal),
+        Case("sample_ranks_f32", run_sample_ranks, ranks=2),
+    ]
