@@ -13,7 +13,7 @@
 // may do so before griddep_wait. Two rows that an epilogue must see together (a rotation's pair, a gate and its up) are one unit; a
 // block's range is a range of units.
 //
-// grid: any; the units are spread evenly. block: the engine's. dynamic shared memory: (warps + 2)·(rows(block) + 1)·4 bytes and the engine's.
+// grid: any; the units are spread evenly. block: the engine's. dynamic shared memory: (warps·(rows + 1) + 2·rows)·4 bytes, rows of the block.
 // bytes moved: N·K·sizeof(weight) once from HBM; x (2K or 4K bytes) once per block from L2.
 // PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3): rows are whole 16-byte packs.  PRECOND  W, x 16-byte aligned.
 #pragma once

@@ -52,11 +52,15 @@ class Gemv:
         most = self.swiglu_blocks_per_sm if op == "swiglu" else self.blocks_per_sm
         for per_sm in range(most, 0, -1):
             blocks = min(units, grid or dev.sm_count * per_sm)
-            rows = -(-units // blocks) * rows_per_unit
-            smem = (threads // WARP * (rows + 1) + 2 * rows) * 4
+            smem = _shared_bytes(units, blocks, rows_per_unit, threads)
             resident = dev.resident_blocks(kernel, threads, smem)
             if resident >= per_sm or (grid and resident):
                 break
+        # Many rows on few multiprocessors: one wave's sums do not fit, several waves of smaller blocks do.
+        while not resident and grid is None and blocks < units:
+            blocks = min(2 * blocks, units)
+            smem = _shared_bytes(units, blocks, rows_per_unit, threads)
+            resident = dev.resident_blocks(kernel, threads, smem)
         require(resident > 0, f"gemv_{op}: {units} units in {blocks} blocks need {smem} bytes of shared memory each")
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
@@ -163,3 +167,9 @@ class Gemv:
         check_buffer(g, (w.K,), BF16, "g")
         args = [out, h, g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
         self._launch(dev, "logits", w.N, 1, w.K, args, pdl, grid)
+
+
+def _shared_bytes(units: int, blocks: int, rows_per_unit: int, threads: int) -> int:
+    """Of the block with the most rows: a sum a warp and row, one more a warp, two constants a row (gemv.cuh)."""
+    rows = -(-units // blocks) * rows_per_unit
+    return (threads // WARP * (rows + 1) + 2 * rows) * 4

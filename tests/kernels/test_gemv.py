@@ -105,6 +105,19 @@ def test_logits(dev: Any, rng: np.random.Generator, V: int, K: int) -> None:
     assert_close(out.download(), W @ rmsnorm(h, gv, EPS), rel=2e-5, what="logits")
 
 
+@GEMVS
+def test_more_rows_than_one_wave_has_memory_for(dev: Any, rng: np.random.Generator, gemv: Any) -> None:
+    """A vocabulary on a small GPU: the launcher takes several waves of blocks."""
+    N, K = dev.sm_count * dev.smem_per_block // 4 // 3 + 5, 16  # a warp's sum and two constants a row
+    w, W = make_linear(dev, rng, N, K, gemv.fp8)
+    x, X = bf16_input(rng, K)
+    buffer = dev.zeros((N,), F32)
+    gemv.add(dev, buffer, dev.array(x), w)
+    assert_close(buffer.download(), W @ X, rel=2e-5, what="h")
+    with pytest.raises(QwenRawError, match="bytes of shared memory each"):
+        gemv.add(dev, buffer, dev.array(x), w, grid=1)
+
+
 def test_preconditions_are_checked(dev: Any) -> None:
     h, x = dev.zeros((4,), F32), dev.zeros((24,), BF16)
     with pytest.raises(QwenRawError, match="multiple of 8"):
