@@ -10,7 +10,9 @@ transfer (cuda_src/synthetic.cu). In uint32 arithmetic:
 
 bound = √3 · std makes the variance std². std: linears 1/√K of their input width K, o_proj and down_proj further divided
 by √(2L) (so that the residual stream stays near 1 whatever the depth), embedding 1, q, k, v biases 0.1, an untied head
-2/√D. Norm weights are 1.
+2/√D. Norm weights are 1. Where the head is the embedding, that has 1/(2√D), and o_proj half of its std: else a token's
+own embedding, or what attention has gathered over the context, outweighs what the layers make of the last token, and
+greedy text is one token for ever.
 """
 
 from dataclasses import replace
@@ -135,7 +137,7 @@ def synthetic_bound(config: ModelConfig, name: str) -> float | None:
     if name.endswith(("layernorm.weight", "norm.weight")):
         return None
     if name == EMBEDDING:
-        std = 1.0
+        std = 1 / (2 * sqrt(config.D)) if config.tied else 1.0
     elif name.endswith(".bias"):
         std = 0.1
     elif name == HEAD:
@@ -144,6 +146,8 @@ def synthetic_bound(config: ModelConfig, name: str) -> float | None:
         std = 1 / sqrt(linear_shapes(config)[name.removesuffix(".weight")][1])
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             std /= sqrt(2 * config.L)
+        if config.tied and name.endswith("o_proj.weight"):
+            std /= 2
     return float(np.float32(sqrt(3) * std))
 
 

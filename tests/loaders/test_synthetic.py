@@ -1,5 +1,6 @@
 """Random models: the published sizes, and the formula that a CUDA kernel shares, element by element."""
 
+from dataclasses import replace
 from math import prod, sqrt
 
 import numpy as np
@@ -21,6 +22,7 @@ from loaders.synthetic import (
 )
 from qwen_raw.config import ModelConfig
 from qwen_raw.errors import UsageError
+from qwen_raw.reference import ReferenceRunner
 
 # Published: parameters, tensors, bytes of the files' tensors per token of KV cache in bf16.
 PUBLISHED = {
@@ -109,6 +111,23 @@ def test_standard_deviations(name: str, std: float) -> None:
     assert synthetic_bound(TINY, name) == float(np.float32(sqrt(3) * std))
     values = random_checkpoint(TINY).tensors[name].f32()
     assert abs(values.std() / std - 1) < 0.15
+
+
+def test_standard_deviations_of_a_tied_model() -> None:
+    tied, o_proj = replace(TINY, tied=True), "model.layers.0.self_attn.o_proj.weight"
+    assert synthetic_bound(tied, "model.embed_tokens.weight") == float(np.float32(sqrt(3) / (2 * sqrt(64))))
+    assert synthetic_bound(tied, o_proj) == float(np.float32(sqrt(3) / sqrt(64) / 2 / 2))
+    assert synthetic_bound(tied, f"{DOWN}.weight") == synthetic_bound(TINY, f"{DOWN}.weight")
+
+
+def test_a_tied_model_does_not_repeat_itself() -> None:
+    """Greedy text of any random model goes on changing."""
+    small = replace(TINY, D=256, H=4, KV=2, HD=64, I=512, V=8192, L=6)
+    for config in (small, replace(small, tied=True)):
+        runner = ReferenceRunner(
+            random_checkpoint(config), dtype="bf16", max_model_len=64, text_vocab=config.V, progress=None
+        )
+        assert len(set(runner.generate([5, 6, 7], max_tokens=32, temperature=0.0, seed=0))) > 12
 
 
 def test_random_checkpoint_bf16() -> None:
