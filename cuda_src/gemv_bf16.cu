@@ -1,11 +1,12 @@
 // gemv_bf16.cu - decode's four matrix-vector products with bf16 weights. The body, its layout and its PRECONDs: include/gemv.cuh and include/gemv_fma.cuh.
 //
 // gemv_add_bf16     h[N] += W[N,K]·x[K]                                  O-projection, down-projection
-// gemv_store_bf16   y[N] = W[N,K]·x[K] as bf16                          the same two, a rank's share of them under tensor parallelism
+// gemv_store_bf16   y[N] = W[N,K]·x[K] as bf16                           the same two, a rank's share of them under tensor parallelism
 // gemv_swiglu_bf16  act[I] = silu(Wg·n)·(Wu·n),  n = RMSNorm(h)[K]       gate and up
 // gemv_qkv_bf16     q, k, v = RoPE(Wqkv·n + b); k, v → cache             Q, K, V
 // gemv_logits_bf16  logits[V] = W[V,K]·n                                 LM head
-// Each in variants _c1, _c2, … _c8: packs of a row that a thread holds; C·R = 8 packs are in flight a thread. minimum arch: sm_80
+// In variants by C, the packs of a row that a thread holds: add and store _c1, _c2, _c4, _c8; the others, which hold x in fp32, _c1 and _c2.
+// R rows are in flight, C·R = 8 packs a thread. minimum arch: sm_80
 #include "include/gemv.cuh"
 #include "include/gemv_fma.cuh"
 

@@ -1,11 +1,12 @@
 // gemv_fp8.cu - decode's layer products with e4m3 weights and one fp32 scale per output row. Body, layout, PRECONDs: include/gemv.cuh.
 //
 // gemv_add_fp8     h[N] += s[N]·(W[N,K]·x[K])                            O-projection, down-projection
-// gemv_store_fp8   y[N] = s[N]·(W[N,K]·x[K]) as bf16                    the same two, a rank's share of them under tensor parallelism
+// gemv_store_fp8   y[N] = s[N]·(W[N,K]·x[K]) as bf16                     the same two, a rank's share of them under tensor parallelism
 // gemv_swiglu_fp8  act[I] = silu(sg·Wg·n)·(su·Wu·n),  n = RMSNorm(h)[K]  gate and up
 // gemv_qkv_fp8     q, k, v = RoPE(s·Wqkv·n + b); k, v → cache            Q, K, V
-// Each in variants _c1, _c2, _c4: packs of a row that a thread holds; C·R = 8 packs are in flight a thread. The LM head stays bf16
-// (gemv_bf16.cu). Weights are widened e4m3 → f16 → f32, exactly; sums are fp32.
+// In variants by C, the packs of a row that a thread holds: add and store _c1, _c2, _c4; the others, which hold x in fp32, _c1 and _c2.
+// R rows are in flight, C·R = 8 packs a thread where registers allow. The LM head stays bf16 (gemv_bf16.cu). Weights are widened
+// e4m3 → f16 → f32, exactly; sums are fp32.
 // minimum arch: sm_80 (the conversion is one instruction from sm_89 on, software below)
 #include "include/gemv.cuh"
 #include "include/gemv_fma.cuh"

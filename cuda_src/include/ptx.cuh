@@ -5,7 +5,7 @@
 #if defined(__CUDACC__)
 
 // ---- loads and stores --------------------------------------------------------------------------------------------
-// Weights: read once, so keep them out of L1 and first in line for eviction from L2.
+// Weights: read once a token, so they take no room in L1.
 DEVICE uint4 ld_stream_v4(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
