@@ -2,6 +2,7 @@
 
 A reducer belongs to one device and its main stream. Every rank must make the same calls in the same order, and the host
 must queue all ranks' calls before it waits for any: a rank's kernel waits, on the device, for what the others send.
+Reducers must live as long as the graphs that their calls were captured in.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from qwen_raw.comm.host import Host
 from qwen_raw.device import Buffer, Device
 from qwen_raw.errors import UsageError, require
+from qwen_raw.kernels.allreduce_flag import FlagWorkspace, allreduce_flag
 from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lamport
-from qwen_raw.kernels.peers import MAX_RANKS, PACK
+from qwen_raw.kernels.allreduce_norm import allreduce_norm
+from qwen_raw.kernels.allreduce_twoshot import TwoShotWorkspace, allreduce_twoshot
+from qwen_raw.kernels.peers import PACK
 
-PATHS = ("lamport",)
+PATHS = ("lamport", "flag", "twoshot", "host")
+# Bytes from which reading and writing each element twice over the link, a share a rank, beats pushing all to all.
+ONE_SHOT_BYTES = 512 << 10
 
 
 class Reducer(Protocol):
@@ -43,13 +50,20 @@ def create_reducers(devices: Sequence[Device], *, path: str, elements: int, limi
     shorter ones may follow each other in any order. `limit_ns`: a rank that waits longer for another ends its launch
     with an error; 0: never. Raises UsageError for a path that there is not, QwenRawError for GPUs without a peer path.
     """
-    require(1 <= len(devices) <= MAX_RANKS, f"{len(devices)} ranks: the kernels take 1 to {MAX_RANKS}")
     require(elements > 0, f"messages of {elements} elements")
-    if path not in (*PATHS, "auto"):
-        raise UsageError(f"there is no path {path!r} for sums over ranks: choose auto, {', '.join(PATHS)}")
     packs = -(-elements // PACK)
-    ends = LamportWorkspace.create(devices, packs, limit_ns=limit_ns)
-    return [Lamport(end) for end in ends]
+    if path == "auto":
+        path = "lamport" if packs * 16 < ONE_SHOT_BYTES else "twoshot"
+    match path:
+        case "lamport":
+            return [Lamport(end) for end in LamportWorkspace.create(devices, packs, limit_ns=limit_ns)]
+        case "flag":
+            return [Flag(end) for end in FlagWorkspace.create(devices, packs, limit_ns=limit_ns)]
+        case "twoshot":
+            return [TwoShot(end) for end in TwoShotWorkspace.create(devices, packs, limit_ns=limit_ns)]
+        case "host":
+            return list(Host.create(devices))
+    raise UsageError(f"there is no path {path!r} for sums over ranks: choose auto, {', '.join(PATHS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +76,44 @@ class Lamport:
     def add(self, h: Buffer, partial: Buffer, *, pdl: bool = False) -> None:
         """See Reducer."""
         allreduce_lamport(self.end, h, partial, add=True, pdl=pdl)
+
+    def add_and_norm(
+        self, h: Buffer, out: Buffer, partial: Buffer, g: Buffer, eps: float, *, pdl: bool = False
+    ) -> None:
+        """Queue h f32 [T, D] += Σ partial bf16 [T, D], then out bf16 [T, D] = RMSNorm(h)·g, in one launch."""
+        allreduce_norm(self.end, h, out, partial, g, eps, pdl=pdl)
+
+    def fault(self) -> str | None:
+        """See Reducer."""
+        return self.end.limit.fault()
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Flag barrier and peer reads (cuda_src/allreduce_flag.cu)."""
+
+    end: FlagWorkspace
+    path = "flag"
+
+    def add(self, h: Buffer, partial: Buffer, *, pdl: bool = False) -> None:
+        """See Reducer."""
+        allreduce_flag(self.end, h, partial, add=True, pdl=pdl)
+
+    def fault(self) -> str | None:
+        """See Reducer."""
+        return self.end.limit.fault()
+
+
+@dataclass(frozen=True, slots=True)
+class TwoShot:
+    """Reduce-scatter and all-gather (cuda_src/allreduce_twoshot.cu): the sum is rounded to bf16 before it is added."""
+
+    end: FlagWorkspace
+    path = "twoshot"
+
+    def add(self, h: Buffer, partial: Buffer, *, pdl: bool = False) -> None:
+        """See Reducer."""
+        allreduce_twoshot(self.end, h, partial, add=True, pdl=pdl)
 
     def fault(self) -> str | None:
         """See Reducer."""

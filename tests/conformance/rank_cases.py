@@ -12,6 +12,8 @@ from kernel_reference import bf16_input
 
 from qwen_raw.device import BF16, U32
 from qwen_raw.kernels import allreduce_flag, allreduce_lamport, allreduce_twoshot, signal
+from qwen_raw.kernels.allreduce_host import allreduce_host as read_and_sum
+from qwen_raw.kernels.allreduce_host import load
 from qwen_raw.kernels.allreduce_norm import allreduce_norm as reduce_and_norm
 from qwen_raw.kernels.sample import Sampler, sample
 
@@ -70,6 +72,21 @@ def allreduce_norm(world: int) -> Case:
     return Case(entry, run, world)
 
 
+def allreduce_host(world: int) -> Case:
+    entry = f"allreduce_host_add_bf16_r{WORLDS[world]}"
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outputs:
+        load(machine.ranks)
+        inputs = [rank.array(bf16_input(rng, 8 * 40)[0]) for rank in machine.ranks]
+        h = [rank.array(fp32(rng, 8 * 40)) for rank in machine.ranks]
+        machine.finish()
+        for rank, own in zip(machine.ranks, h, strict=True):
+            read_and_sum(rank, own, inputs)
+        return {f"rank {r}": exact(own.download()) for r, own in enumerate(h)}
+
+    return Case(entry, run, world)
+
+
 def run_sample_ranks(machine: Machine, rng: np.random.Generator) -> Outputs:
     """The same between ranks that hold some rows each: all end in the same state, and post the same."""
     parts = [range(0, 301), range(301, 700)]
@@ -121,6 +138,7 @@ def rank_cases() -> list[Case]:
     return [
         *(allreduce(*reduce, add, world) for reduce in reduces for add in (False, True) for world in WORLDS),
         *map(allreduce_norm, WORLDS),
+        *map(allreduce_host, WORLDS),
         Case("signal_put", run_signal),
         Case("signal_take", run_signal),
         Case("sample_ranks_f32", run_sample_ranks, ranks=2),
