@@ -6,6 +6,7 @@ adds the cycles of each step to a counter. What is left of a call's time lies be
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from qwen_raw import paths
 from qwen_raw.device import U64, Arg, Buffer, Dim
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError
-from qwen_raw.kernels.peers import PollLimit, variant
+from qwen_raw.kernels.peers import VARIANTS, PollLimit, variant
 
 if TYPE_CHECKING:
     from bench.allreduce import Message, Ranks
@@ -125,14 +126,16 @@ class Counters:
     words: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(2, np.uint64))
 
 
-def stamped(path: str) -> str:
-    """The kernel file of `path` with stamps. Raises QwenRawError if an edit does not fit exactly once."""
+def stamped(path: str, world: int) -> str:
+    """The kernel file of `path` with stamps, for `world` ranks. Raises QwenRawError if an edit does not fit once."""
     stem, _, steps, _, end = _PLANS[path]
     text = (paths.cuda_src() / f"{stem}.cu").read_text()
     edits = [(_BEGIN, f"{_BEGIN}  Stamps stamps;\n  stamps.stamp(0);\n")]
     edits += [(at, f"  stamps.stamp({k});\n{at}") for k, (at, _) in enumerate(steps, 1)]
     last = len(steps) + 1
     edits += [(end, f"{end}  stamps.stamp({last});\n  stamps.add(end.limit.fault + 16, {last});\n")]
+    others = "|".join(str(most) for most in VARIANTS if most != variant(world))
+    text = re.sub(rf"^ALLREDUCE_\w+\(({others})\b.*\n", "", text, flags=re.MULTILINE)  # they need not be compiled
     for old, new in edits:
         if text.count(old) != 1:
             raise QwenRawError(f"stamps of {path}: an edit fits {text.count(old)} times, not once: {old[:60]!r}")
@@ -147,7 +150,7 @@ def parts_of(message: Message, ranks: Ranks, calls: int) -> Parts:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         shutil.copytree(paths.cuda_src() / "include", root / "include")
-        (root / f"{stem}.cu").write_text(stamped(message.path))
+        (root / f"{stem}.cu").write_text(stamped(message.path, len(ranks.devices)))
         counters = []
         for rank, reducer in enumerate(message.reducers):
             end: Any = reducer.end  # type: ignore[attr-defined]
