@@ -11,7 +11,6 @@ A second table says what a call of 16 KB pays for what (bench/allreduce_parts.py
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ import numpy as np
 
 from bench.allreduce_parts import parts_of
 from bench.common import RESULTS, command, environment, save
+from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.comm.reduce import Lamport, Reducer, create_reducers
 from qwen_raw.device import BF16, F32
 from qwen_raw.driver.device import CudaDevice
@@ -201,12 +201,12 @@ def nccl(ordinals: Sequence[int], sizes: Sequence[int], calls: int, repeats: int
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="all-reduce latency by path and size")
+    parser = Parser("python -m bench.allreduce", description="all-reduce latency by path and size")
     parser.add_argument("--devices", default="0,1", help="the GPU of each rank, as 0,1")
-    parser.add_argument("--bytes", nargs="+", type=int, default=list(BYTES))
+    parser.add_argument("--bytes", nargs="+", type=positive, default=list(BYTES))
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS)
-    parser.add_argument("--calls", type=int, default=500, help="in a graph")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--calls", type=positive, default=500, help="in a graph")
+    parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--no-nccl", action="store_true")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)
