@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
+
+from qwen_raw.errors import require
 
 BF16 = np.dtype(np.uint16)  # bfloat16 bits
 F16 = np.dtype(np.uint16)  # float16 bits: activations that are bounded, inside prefill
@@ -44,8 +47,41 @@ class Buffer(Protocol):
         """Set every byte, ordered on the device's stream."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorMap:
+    """How Hopper's copy engine sees memory, for a kernel's `BY_VALUE TensorMap` parameter. Keeps its buffers alive."""
+
+    words: np.ndarray[Any, np.dtype[np.uint64]]  # 128 bytes that only the device understands
+    buffers: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxShape:
+    """What a tensor map describes: a tensor of 2 to 5 dimensions, the innermost first, and the box of one copy.
+
+    `strides`: bytes from one index of dimension 1, 2, … to the next, multiples of 16. What a box has outside the tensor
+    arrives as zeros. A box row (dimension 0) is 128 bytes, and swizzled in 128-byte rows (include/wgmma.cuh).
+    """
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+    def check(self, base: int, item: int) -> None:
+        """Raises QwenRawError for what the hardware does not take."""
+        rank = len(self.dims)
+        whole = 2 <= rank <= 5 and len(self.strides) == rank - 1 and len(self.box) == rank
+        require(whole, f"a tensor map of {rank} dimensions, {len(self.strides)} strides and a box of {len(self.box)}")
+        require(base % 16 == 0, f"a tensor map from {base:#x}: the address is a multiple of 16")
+        require(all(0 < n <= 1 << 32 for n in self.dims), f"a tensor map of {self.dims}")
+        legal = all(s % 16 == 0 and 0 < s < 1 << 40 for s in self.strides)
+        require(legal, f"a tensor map with strides of {self.strides} bytes: each is a multiple of 16")
+        require(all(0 < n <= 256 for n in self.box), f"a box of {self.box}: a dimension has 1 to 256")
+        require(self.box[0] * item == 128, f"a box row of {self.box[0] * item} bytes: rows have 128")
+
+
 # By value: numpy scalars (their dtype is the parameter's type) or a structured/1-d array for a struct.
-Arg = Buffer | np.generic | np.ndarray[Any, Any]
+Arg = Buffer | np.generic | np.ndarray[Any, Any] | TensorMap
 Dim = tuple[int, int, int]
 
 
@@ -110,6 +146,12 @@ class Device(Protocol):
 
     def resident_blocks(self, kernel: Kernel, threads: int, smem: int) -> int:
         """Blocks of `threads` threads and `smem` dynamic bytes that one multiprocessor holds at once; 0: none fits."""
+
+    def tensor_map(self, buffers: Sequence[Buffer], shape: BoxShape) -> TensorMap:
+        """A map of `shape` from the first buffer's address on, in its dtype; `buffers`: all that the map reaches into.
+
+        The words depend on address, dtype and shape alone, so they may be kept as long as anything refers to them.
+        """
 
     def launch(
         self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False

@@ -14,6 +14,10 @@ struct shared_type { using type = T; };
 #define DYN_SHARED(T, name)                                     \
   extern __shared__ __align__(16) unsigned char dyn_shared_[]; \
   T* name = reinterpret_cast<T*>(dyn_shared_)
+// The same, aligned to 1,024 bytes as swizzled tiles need it. The launch asks for whole kilobytes (the simulator aligns only then).
+#define DYN_SHARED_TILES(T, name)                                        \
+  extern __shared__ __align__(1024) unsigned char dyn_shared_tiles_[]; \
+  T* name = reinterpret_cast<T*>(dyn_shared_tiles_)
 #define NEG_INF (-__int_as_float(0x7f800000))
 // A structure passed by value that is indexed at run time: read from the parameter bank, without a copy in local memory.
 #define BY_VALUE const __grid_constant__

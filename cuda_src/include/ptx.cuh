@@ -2,6 +2,13 @@
 // the same names and signatures, so a kernel never knows which of the two it was compiled against.
 #pragma once
 #include "common.cuh"
+
+// Where a tensor lies, the box that one copy takes from it, and how the box is swizzled: CUtensorMap on a GPU, SimTensorMap
+// (sim/async.h) in the simulator. Device.tensor_map() makes it; a kernel takes it as `BY_VALUE TensorMap map`.
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
 #if defined(__CUDACC__)
 
 // ---- loads and stores --------------------------------------------------------------------------------------------
@@ -99,6 +106,127 @@ DEVICE void mma_f16_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t 
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// ---- Hopper: barriers that count bytes, bulk tensor copies, warpgroup products. Other architectures get a trap: launchers choose. ----
+#if __CUDA_ARCH__ >= 900
+#define SM90_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define SM90_ASM(...) asm volatile("trap;")
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define SM90A_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define SM90A_ASM(...) asm volatile("trap;")
+#endif
+
+// The 32-bit address that Hopper's instructions and descriptors take for shared memory.
+DEVICE uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+// An mbarrier's phase ends when `arrivals` threads have arrived and all bytes that were announced have landed. Then one thread of the
+// block makes it known to the copy engine with mbarrier_init_fence, and a __syncthreads to the other threads.
+DEVICE void mbarrier_init(uint64_t* bar, uint32_t arrivals) {
+  SM90_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+}
+DEVICE void mbarrier_init_fence() { SM90_ASM("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Arriving releases what the thread has done, e.g. read a buffer that may now be overwritten.
+DEVICE void mbarrier_arrive(uint64_t* bar) {
+  SM90_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+// Arrives and announces `bytes` that copies will bring in this phase.
+DEVICE void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
+  SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+// Whether the phase of this parity (0 for the first) has ended; sleeps a little in hardware before it says no.
+DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) {
+  uint32_t done = 0;
+  SM90_ASM("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+           : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+  return done;
+}
+// Fetches a tensor map ahead of the first copy that needs it.
+DEVICE void tensor_map_prefetch(const TensorMap& map) { SM90_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+// One thread copies the map's box from coordinates (x innermost) into shared memory; its bytes, zeros outside the tensor included, are
+// counted by `bar`. dst is 128-byte aligned, 1,024 with a 128-byte swizzle: 16-byte piece i of row r then lies at piece i ^ (r % 8).
+DEVICE void tma_load_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y) {
+  SM90_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+           ::"r"(shared_address(dst)), "l"(&map), "r"(x), "r"(y), "r"(shared_address(bar)) : "memory");
+}
+DEVICE void tma_load_5d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, int z, int u, int v) {
+  SM90_ASM("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
+           ::"r"(shared_address(dst)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(shared_address(bar)) : "memory");
+}
+// A barrier of `threads` (whole warps) of the block; ids 1 to 15, as 0 is __syncthreads.
+DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Moves registers between warpgroups: every warp of one asks for N a thread (8 to a step); needs a cap at the kernel's entry.
+template <int N>
+DEVICE void register_increase() {
+  SM90A_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+DEVICE void register_decrease() {
+  SM90A_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+// Adds two floats to memory without waiting for what was there; each element is added once, so the order is no matter. 8-byte aligned.
+DEVICE void red_add_f32x2(float* p, float x, float y) {
+  SM90_ASM("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+}
+
+// Products of a warpgroup (4 consecutive warps from a multiple of 4 on): d[64×N] (+)= a[64×k]·b[N×k]ᵀ, both in shared memory, rows of
+// 128 swizzled bytes, named by descriptors (include/wgmma.cuh); k is 32 bytes. The thread at lane 4g + t of warp w holds, for column
+// tile j: d[4j], d[4j+1] = (16w + g, 8j + 2t), (…, 8j + 2t + 1); d[4j+2], d[4j+3] = the same of row 16w + g + 8. N = 2·REGS.
+// Before the first product, and after other code has touched the sums: they are not in flight.
+DEVICE void wgmma_fence() { SM90A_ASM("wgmma.fence.sync.aligned;" ::: "memory"); }
+// What was issued since the last commit is one group.
+DEVICE void wgmma_commit() { SM90A_ASM("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Returns when at most GROUPS groups are in flight: the others have read their operands and written their sums.
+template <int GROUPS>
+DEVICE void wgmma_wait() {
+  SM90A_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
+// Keeps the compiler from moving uses of the sums above the wait.
+template <int REGS>
+DEVICE void wgmma_results(float (&d)[REGS]) {
+#pragma unroll
+  for (int i = 0; i < REGS; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+#define SM90_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SM90_D32(i) SM90_D8(i), SM90_D8(i + 8), SM90_D8(i + 16), SM90_D8(i + 24)
+#define SM90_T8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define SM90_T32 SM90_T8 ",%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define SM90_T64 SM90_T32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define SM90_T96 SM90_T64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define SM90_T112 SM90_T96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define SM90_T128 SM90_T112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+// The operands behind the sums are numbered from REGS on: a, b, and whether to add to d or to overwrite it.
+#define SM90_WGMMA(n, type, tail, sums, a, b, add, ...)                                                                              \
+  SM90A_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %" add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n type " {" sums "}, %" a ", %" b      \
+            ", p, 1, 1" tail ";\n}"                                                                                                   \
+            : __VA_ARGS__ : "l"(desc_a), "l"(desc_b), "r"(accumulate) : "memory")
+#define SM90_WGMMA_ANY_N(type, tail)                                                                                                  \
+  if constexpr (REGS == 8) SM90_WGMMA("16", type, tail, SM90_T8, "8", "9", "10", SM90_D8(0));                                         \
+  else if constexpr (REGS == 32) SM90_WGMMA("64", type, tail, SM90_T32, "32", "33", "34", SM90_D32(0));                               \
+  else if constexpr (REGS == 64) SM90_WGMMA("128", type, tail, SM90_T64, "64", "65", "66", SM90_D32(0), SM90_D32(32));                \
+  else if constexpr (REGS == 96) SM90_WGMMA("192", type, tail, SM90_T96, "96", "97", "98", SM90_D32(0), SM90_D32(32), SM90_D32(64));  \
+  else if constexpr (REGS == 112)                                                                                                     \
+    SM90_WGMMA("224", type, tail, SM90_T112, "112", "113", "114", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D8(96), SM90_D8(104)); \
+  else {                                                                                                                              \
+    static_assert(REGS == 128, "N is 16, 64, 128, 192, 224 or 256");                                                                  \
+    SM90_WGMMA("256", type, tail, SM90_T128, "128", "129", "130", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D32(96));             \
+  }
+// k = 16 bf16.
+template <int REGS>
+DEVICE void wgmma_bf16(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate) {
+  SM90_WGMMA_ANY_N("k16.f32.bf16.bf16", ", 0, 0")
+}
+// k = 16 f16.
+template <int REGS>
+DEVICE void wgmma_f16(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate) {
+  SM90_WGMMA_ANY_N("k16.f32.f16.f16", ", 0, 0")
+}
+// k = 32 e4m3; the tensor core keeps about 14 bits of the sums' significand while it adds.
+template <int REGS>
+DEVICE void wgmma_e4m3(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate) {
+  SM90_WGMMA_ANY_N("k32.f32.e4m3.e4m3", "")
 }
 
 // ---- time and failure -----------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@
 
 using namespace simt;
 
+constexpr size_t ALIGN = 64;  // of arguments: a tensor map's
+
 static uint64_t give_text(const std::string& s, char* text, uint64_t bytes) {
   if (bytes) {
     const size_t n = std::min<size_t>(bytes - 1, s.size());
@@ -79,14 +81,14 @@ SIMT_API void simt_launch(World* w, const SimtLaunch* in) {
   l->dependent = in->dependent;
   l->resident_limit = in->resident_limit;
   size_t total = 0;
-  for (uint32_t i = 0; i < in->argument_count; i++) total += (in->arguments[i].bytes + 15) / 16 * 16;
-  l->values.resize(total + 16);
-  unsigned char* next = l->values.data() + (16 - reinterpret_cast<uintptr_t>(l->values.data()) % 16) % 16;
+  for (uint32_t i = 0; i < in->argument_count; i++) total += (in->arguments[i].bytes + ALIGN - 1) / ALIGN * ALIGN;
+  l->values.resize(total + ALIGN);
+  unsigned char* next = l->values.data() + (ALIGN - reinterpret_cast<uintptr_t>(l->values.data()) % ALIGN) % ALIGN;
   for (uint32_t i = 0; i < in->argument_count; i++) {
     const SimtArgument& a = in->arguments[i];
     memcpy(next, a.value, a.bytes);
     l->args.push_back(next);
-    next += (a.bytes + 15) / 16 * 16;
+    next += (a.bytes + ALIGN - 1) / ALIGN * ALIGN;
     l->arguments.push_back({a.name, static_cast<const char*>(a.view), a.view_bytes});
   }
   w->enqueue(std::move(l));

@@ -1,5 +1,6 @@
 // ptx_cpu.h - CPU twins of the wrappers in include/ptx.cuh, under the same names and with the same arguments.
 #pragma once
+#include "async.h"
 #include "mma_lane.h"
 #include "simt.h"
 
@@ -68,6 +69,60 @@ inline void mma_bf16_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t
 inline void mma_f16_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], SIMT_PLACE) {
   simt::MmaLane lane{&c, &a, &b};
   simt::collective(0xffffffffu, simt::MMA_F16_16816, &lane, place);
+}
+
+// ---- Hopper: barriers that count bytes, bulk tensor copies, warpgroup products ------------------------------------------------
+inline uint32_t shared_address(const void* p, SIMT_PLACE) { return simt::shared_address(p, place); }
+inline void mbarrier_init(uint64_t* bar, uint32_t arrivals, SIMT_PLACE) { simt::mbarrier_init(bar, arrivals, place); }
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(uint64_t* bar, SIMT_PLACE) { simt::mbarrier_arrive(bar, 0, place); }
+inline void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes, SIMT_PLACE) { simt::mbarrier_arrive(bar, bytes, place); }
+inline bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, SIMT_PLACE) { return simt::mbarrier_try_wait(bar, parity, place); }
+inline void tensor_map_prefetch(const TensorMap&) {}
+inline void tma_load_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, SIMT_PLACE) {
+  const int at[2] = {x, y};
+  simt::tma_load(dst, &map, bar, 2, at, place);
+}
+inline void tma_load_5d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, int z, int u, int v, SIMT_PLACE) {
+  const int at[5] = {x, y, z, u, v};
+  simt::tma_load(dst, &map, bar, 5, at, place);
+}
+inline void named_barrier(int id, int threads, SIMT_PLACE) { simt::named_barrier(id, threads, place); }
+// Registers are not simulated; the counts must be legal.
+template <int N>
+inline void register_increase() {
+  static_assert(N % 8 == 0 && N >= 24 && N <= 256, "setmaxnreg takes a multiple of 8 from 24 to 256");
+}
+template <int N>
+inline void register_decrease() {
+  register_increase<N>();
+}
+inline void red_add_f32x2(float* p, float x, float y, SIMT_PLACE) {
+  simt::require_aligned(p, 8, place);
+  atomicAdd(p, x, place);
+  atomicAdd(p + 1, y, place);
+}
+inline void wgmma_fence() {}
+inline void wgmma_commit(SIMT_PLACE) { simt::wgmma_commit(place); }
+template <int GROUPS>
+inline void wgmma_wait(SIMT_PLACE) {
+  simt::wgmma_wait(GROUPS, place);
+}
+template <int REGS>
+inline void wgmma_results(float (&d)[REGS]) {
+  (void)d;
+}
+template <int REGS>
+inline void wgmma_bf16(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate, SIMT_PLACE) {
+  simt::wgmma_issue({d, REGS, desc_a, desc_b, accumulate != 0, simt::Element::BF16}, place);
+}
+template <int REGS>
+inline void wgmma_f16(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate, SIMT_PLACE) {
+  simt::wgmma_issue({d, REGS, desc_a, desc_b, accumulate != 0, simt::Element::F16}, place);
+}
+template <int REGS>
+inline void wgmma_e4m3(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate, SIMT_PLACE) {
+  simt::wgmma_issue({d, REGS, desc_a, desc_b, accumulate != 0, simt::Element::E4M3}, place);
 }
 
 // ---- time and failure ---------------------------------------------------------------------------------------------------------

@@ -214,10 +214,14 @@ void Race::plain(Thread& t, const void* p, size_t bytes, bool write, const void*
   check(t, p, bytes, m, pc, {nullptr, 0});
 }
 
+void Race::async(Thread& t, const void* p, size_t bytes, bool write, Place place) {
+  check(t, p, bytes, {t.block->uid, 0, place_index(place), uint16_t(t.number), write ? Access::WRITE : Access::READ, true}, nullptr, place);
+}
+
 void Race::check(Thread& t, const void* p, size_t bytes, Mark mark, const void* pc, Place place) {
   const ThreadClock& c = clock(t);
   mark.epoch = c.epoch;
-  const bool write = mark.access == Access::WRITE || mark.access == Access::SYNC_WRITE, sync = mark.is_place;
+  const bool write = mark.access == Access::WRITE || mark.access == Access::SYNC_WRITE, sync = mark.sync();
   const bool in_shared = world_.shared.contains(p);
   const uintptr_t first = reinterpret_cast<uintptr_t>(p);
   for (size_t i = 0; i < bytes; i++) {
@@ -225,10 +229,10 @@ void Race::check(Thread& t, const void* p, size_t bytes, Mark mark, const void* 
     const char* byte = static_cast<const char*>(p) + i;
     if (in_shared && !write && cell.write.block == ~0u)
       world_.fail_now(place, "uninitialised shared memory: read of " + world_.where(byte, t.block->launch) + code_place(pc));
-    if (cell.write.block != ~0u && !(sync && cell.write.is_place) && !ordered(cell.write, t, c)) report(t, byte, cell.write, mark, pc, place);
+    if (cell.write.block != ~0u && !(sync && cell.write.sync()) && !ordered(cell.write, t, c)) report(t, byte, cell.write, mark, pc, place);
     if (write) {
       for (const Mark& r : cell.read)
-        if (r.block != ~0u && !(sync && r.is_place) && !ordered(r, t, c)) report(t, byte, r, mark, pc, place);
+        if (r.block != ~0u && !(sync && r.sync()) && !ordered(r, t, c)) report(t, byte, r, mark, pc, place);
       cell.write = mark;
       cell.read[0] = cell.read[1] = Mark();
     } else if (cell.read[0].block == mark.block && cell.read[0].thread == mark.thread) {

@@ -57,6 +57,10 @@ class Race {
   void modified(Thread& t, const void* p, size_t bytes, bool release, bool acquire, Place place);
   // A plain access of compiled code, at `pc`.
   void plain(Thread& t, const void* p, size_t bytes, bool write, const void* pc);
+  // An access by hardware that works for the thread: a bulk copy, a product's operand.
+  void async(Thread& t, const void* p, size_t bytes, bool write, Place place);
+  // These threads, of one block, have met at a barrier.
+  void meet(const std::vector<const Thread*>& threads) { merge(threads); }
 
  private:
   struct ThreadClock {
@@ -74,6 +78,7 @@ class Race {
     uint16_t thread = 0;
     Access access = Access::READ;
     bool is_place = false;  // `code` is an index into places_, else the low half of a program counter
+    bool sync() const { return access == Access::SYNC_READ || access == Access::SYNC_WRITE; }
   };
   struct Cell {
     Mark write, read[2];

@@ -57,6 +57,7 @@ inline T& shared_array(const void* key, const char* name) {
   static const char simt_key_##name = 0;    \
   typename simt::same<T>::type& name = simt::shared_array<typename simt::same<T>::type>(&simt_key_##name, #name)
 #define DYN_SHARED(T, name) T* name = reinterpret_cast<T*>(simt::current->view->dyn_shared)
+#define DYN_SHARED_TILES(T, name) DYN_SHARED(T, name)
 #define NEG_INF (-__builtin_huge_valf())
 
 #define threadIdx (simt::current->index)

@@ -101,6 +101,8 @@ void World::start_block(Launch& l) {
     warp.lanes = &b->threads[w * WARP];
     warp.live = lanes == WARP ? ~0u : (1u << lanes) - 1;
     warp.epoch = warp.in_use = warp.ready = 0;
+    warp.groups = 0;
+    warp.products.clear();
   }
   for (uint32_t t = 0; t < n; t++) {
     Thread& th = b->threads[t];
@@ -122,6 +124,9 @@ void World::finish_block(Block* b) {
   Launch& l = *b->launch;
   Rank& r = ranks[size_t(l.rank)];
   block_triggered(b);
+  if (!b->copies.empty()) return fail_elsewhere("kernel " + std::string(l.entry->name) + ": a block ended with bulk copies under way into its memory");
+  for (const Warp& w : b->warps)
+    if (!w.products.empty()) return fail_elsewhere("kernel " + std::string(l.entry->name) + ": a warp ended with products that it did not wait for");
   if (race) race->block_finished(*b);
   if (__asan_poison_memory_region) {
     __asan_poison_memory_region(b->shared->statics, size_t(b->statics_next - b->shared->statics));

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "async.h"
 #include "fiber.h"
 #include "link.h"
 #include "memory.h"
@@ -48,6 +49,30 @@ struct Collective {
   void* operand[WARP];
 };
 
+// A product that a warp has issued and not waited for.
+struct Product {
+  float* d[WARP];
+  int registers;
+  uint64_t desc_a, desc_b;
+  bool accumulate;
+  Element element;
+  int group;  // how many commits came before it
+  Place place;
+};
+
+// A bulk copy that nobody has waited for.
+struct PendingCopy {
+  SimTensorMap map;
+  int at[5];
+  uint32_t dst;  // offset in dynamic shared memory
+  uint64_t* bar;
+};
+
+struct NamedBarrier {
+  int expected = 0;
+  std::vector<Thread*> threads;  // that have arrived
+};
+
 struct Warp {
   Block* block = nullptr;
   uint32_t number = 0;    // within the block
@@ -56,6 +81,8 @@ struct Warp {
   uint32_t epoch = 0;     // __syncwarps so far
   uint32_t in_use = 0;    // bit i: pending[i] is active
   std::array<Collective, WARP> pending;
+  int groups = 0;  // of products, committed
+  std::vector<Product> products;
 };
 
 struct Block : BlockView {
@@ -72,6 +99,8 @@ struct Block : BlockView {
   int vote_or = 0, vote_and = 1, vote_count = 0, vote_result = 0;
   uint32_t epoch = 0;  // barriers passed
   bool triggered = false;  // griddepcontrol.launch_dependents
+  std::array<NamedBarrier, 16> named;
+  std::vector<PendingCopy> copies;
   SharedSlot* shared = nullptr;
   std::vector<SharedVar> vars;
   char* statics_next = nullptr;

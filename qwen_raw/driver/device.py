@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qwen_raw.device import Arg, Buffer, Device, Dim, Kernel
-from qwen_raw.driver import graph
+from qwen_raw.device import Arg, BoxShape, Buffer, Device, Dim, Kernel, TensorMap
+from qwen_raw.driver import graph, tensor_map
 from qwen_raw.driver.check import DriverError, call
 from qwen_raw.driver.context import Context
 from qwen_raw.driver.launch import CudaKernel, Geometry, ParamLayout
@@ -30,6 +30,14 @@ MINIMUM_CAPABILITY = (8, 0)  # bf16 tensor cores
 def arch_name(major: int, minor: int) -> str:
     """The compiler's name of a compute capability: with the accelerated instructions (the "a") from 9.0 on."""
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def _buffers(args: Sequence[Arg]) -> Iterator[CudaBuffer]:
+    """The buffers among a launch's arguments, those that its tensor maps reach into among them."""
+    for arg in args:
+        for buffer in arg.buffers if isinstance(arg, TensorMap) else (arg,):
+            if isinstance(buffer, CudaBuffer):
+                yield buffer
 
 
 class CudaDevice:
@@ -165,6 +173,13 @@ class CudaDevice:
             raise QwenRawError(f"{path.name} could not be loaded on GPU {self.ordinal}: {error}") from error
         return raw, handle
 
+    def tensor_map(self, buffers: Sequence[Buffer], shape: BoxShape) -> TensorMap:
+        """A map of `shape` from the first buffer's address on, in its dtype; `buffers`: all that the map reaches into.
+
+        Raises QwenRawError for what the hardware does not take.
+        """
+        return TensorMap(tensor_map.encode(buffers[0].ptr, buffers[0].dtype, shape), tuple(buffers))
+
     def resident_blocks(self, kernel: Kernel, threads: int, smem: int) -> int:
         """Blocks of `threads` threads and `smem` dynamic bytes that one multiprocessor holds at once; 0: none fits."""
         if not isinstance(kernel, CudaKernel) or kernel.context is not self.context:
@@ -192,9 +207,9 @@ class CudaDevice:
         context = self.context
         if not isinstance(kernel, CudaKernel) or kernel.context is not context:
             raise QwenRawError(f"{kernel!r} was launched on GPU {self.ordinal}: load it with that device's kernel()")
-        for arg in args:
-            if isinstance(arg, CudaBuffer):
-                self._require_reachable(kernel, arg)
+        buffers = list(_buffers(args))
+        for buffer in buffers:
+            self._require_reachable(kernel, buffer)
         params = kernel.layout.pack(args)
         context.use()
         geometry = Geometry(grid, block, smem, pdl and self.pdl, cluster)
@@ -204,7 +219,7 @@ class CudaDevice:
         except DriverError as error:
             raise DriverError(f"{kernel.name}, {geometry}: {error}", error.name) from error
         if context.captured is not None:
-            context.keep(kernel.keep, *(arg.owner for arg in args if isinstance(arg, CudaBuffer)))
+            context.keep(kernel.keep, *(buffer.owner for buffer in buffers))
 
     def _require_reachable(self, kernel: CudaKernel, buffer: CudaBuffer) -> None:
         """Raises unless this GPU may read `buffer`: its own, pinned memory, or a peer's after enable_peer()."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qwen_raw.device import Arg, Dim
+from qwen_raw.device import Arg, Dim, TensorMap
 from qwen_raw.driver.check import call
 from qwen_raw.driver.context import Context
 from qwen_raw.driver.memory import CudaBuffer
@@ -60,6 +60,8 @@ class ParamLayout:
             return arg.ptr.to_bytes(8, "little")
         if isinstance(arg, np.generic | np.ndarray):
             return arg.tobytes()
+        if isinstance(arg, TensorMap):
+            return arg.words.tobytes()
         raise QwenRawError(
             f"{self.kernel}, argument {index}: {_name(arg)} has no fixed size; pass a buffer, a NumPy scalar such as "
             "np.int32(n) or np.float32(x), or a NumPy structure"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import numpy as np
 
-from qwen_raw.device import U64, Arg, Buffer, Device, Dim, Kernel
+from qwen_raw.device import U64, Arg, BoxShape, Buffer, Device, Dim, Kernel, TensorMap
 from qwen_raw.errors import QwenRawError
 from qwen_raw.simt.buffer import Allocation, SimBuffer, SimHostRing
 from qwen_raw.simt.kernel import (
@@ -25,6 +26,7 @@ from qwen_raw.simt.kernel import (
 from qwen_raw.simt.world import SimWorld
 
 SMEM_PER_BLOCK = 227 << 10  # as on sm_90
+TENSOR_MAP_MAGIC, TENSOR_MAP_SWIZZLE = 0x7E4504A9, 128  # cuda_src/sim/async.h
 
 
 class SimGraph:
@@ -135,6 +137,27 @@ class SimDevice:
             return 0
         return max(1, min(2048 // threads, self.smem_per_block // max(smem, 1)))
 
+    def tensor_map(self, buffers: Sequence[Buffer], shape: BoxShape) -> TensorMap:
+        """See Device: the words are struct SimTensorMap of cuda_src/sim/async.h."""
+        first = buffers[0]
+        shape.check(first.ptr, first.dtype.itemsize)
+
+        def padded(values: tuple[int, ...], n: int) -> list[int]:
+            return [*values, *[0] * (n - len(values))]
+
+        raw = struct.pack(
+            "=Q4Q5I5I4I",
+            first.ptr,
+            *padded(shape.strides, 4),
+            *padded(shape.dims, 5),
+            *padded(shape.box, 5),
+            len(shape.dims),
+            first.dtype.itemsize,
+            TENSOR_MAP_SWIZZLE,
+            TENSOR_MAP_MAGIC,
+        )
+        return TensorMap(np.frombuffer(raw.ljust(128, b"\0"), np.uint64), tuple(buffers))
+
     def launch(
         self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
     ) -> None:
@@ -155,7 +178,7 @@ class SimDevice:
             [self._bind(kernel, param, arg) for param, arg in zip(kernel.params, args, strict=True)],
             dependent=pdl,
             resident_limit=resident_blocks(block, smem, self.sm_count),
-            keep=[arg for arg in args if isinstance(arg, SimBuffer)],
+            keep=[arg for arg in args if isinstance(arg, SimBuffer | TensorMap)],
         )
         self._queue(lambda: self.world.launch(prepared))
 
@@ -237,6 +260,8 @@ class SimDevice:
         result.graph = SimGraph(self, steps)
 
     def _bind(self, kernel: SimKernel, param: SimParam, arg: Arg) -> Bound:
+        if isinstance(arg, TensorMap):
+            return Bound(check_value(kernel, param, arg.words), tuple((b.ptr, b.nbytes) for b in arg.buffers))
         if isinstance(arg, np.generic | np.ndarray):
             value = check_value(kernel, param, arg)
             return Bound(value, self.world.pointed_to(value) if param.kind == "s" else ())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from conformance.machines import HERE, MOST_RANKS, Machine, Recording, mma_error, stage_probes
+from conformance.machines import HERE, MOST_RANKS, Machine, Recording, mma_error, probe_stem, stage_probes
 from conformance.some_ranks import run as run_some_ranks
 
 from qwen_raw.errors import UsageError
@@ -31,7 +31,7 @@ def library() -> Library:
 
 @pytest.fixture(scope="session")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source root for the GPU's compiler with probes.cu in it."""
+    """A source root for the GPU's compiler with the probes in it."""
     return stage_probes(tmp_path_factory.mktemp("probes"))
 
 
@@ -42,7 +42,7 @@ def simulated(library: Library, seed: int | None) -> Iterator[Machine]:
 
     with SimWorld(MOST_RANKS, seed=seed, library=library) as world:
         ranks = [Recording(SimDevice(world=world, rank=rank)) for rank in range(MOST_RANKS)]
-        yield Machine(ranks, lambda name: library.kernel("probes", name), world.together, world.run)
+        yield Machine(ranks, lambda name: library.kernel(probe_stem(name), name), world.together, world.run)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def gpu(cuda_device: Any, staged: Path) -> Machine:
     """GPU 0, one rank."""
     return Machine(
         [Recording(cuda_device)],
-        lambda name: cuda_device.kernel("probes", name, staged),
+        lambda name: cuda_device.kernel(probe_stem(name), name, staged),
         nullcontext,
         cuda_device.synchronize,
         mma_error(cuda_device.arch),

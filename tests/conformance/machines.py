@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 MOST_RANKS = 5  # that a case takes: kernels that are compiled for up to eight are used by five
 # Deadline of the polls of kernels that wait for a peer: a fault ends the launch instead of hanging it.
 LIMIT_NS = 2_000_000_000
+PROBE_STEMS = ("probes", "probes_sm90")
+HOPPER = ("shared_", "mbarrier_", "tma_", "tensor_map_", "named_", "register_", "red_add_f32x2", "wgmma_")
 
 
 class Recording:
@@ -59,9 +61,11 @@ class Machine:
     def dev(self) -> Recording:
         return self.ranks[0]
 
-    def run(self, name: str, args: Sequence[Arg], *, grid: int = 3, block: int = 64, pdl: bool = False) -> None:
+    def run(
+        self, name: str, args: Sequence[Arg], *, grid: int = 3, block: int = 64, smem: int = 0, pdl: bool = False
+    ) -> None:
         """Queues the probe `name` on rank 0."""
-        self.dev.launch(self.probe(f"probe_{name}"), (grid, 1, 1), (block, 1, 1), args, pdl=pdl)
+        self.dev.launch(self.probe(f"probe_{name}"), (grid, 1, 1), (block, 1, 1), args, smem=smem, pdl=pdl)
 
     @contextmanager
     def together(self, *kernels: tuple[str, str]) -> Iterator[None]:
@@ -126,7 +130,14 @@ def compare(got: Output, want: Output, what: str) -> None:
 
 
 def stage_probes(root: Path) -> Path:
-    """Makes `root` what the GPU's compiler takes for a source root: probes.cu beside the project's real headers."""
+    """Makes `root` what the GPU's compiler takes for a source root: the probes beside the project's real headers."""
     shutil.copytree(paths.cuda_src() / "include", root / "include")
-    shutil.copy(HERE / "probes.cu", root)
+    for stem in PROBE_STEMS:
+        shutil.copy(HERE / f"{stem}.cu", root)
     return root
+
+
+def probe_stem(name: str) -> str:
+    """The file that has the entry point `name`: what Hopper alone has is apart."""
+    wrapper = name.removeprefix("probe_")
+    return PROBE_STEMS[1] if wrapper.startswith(HOPPER) else PROBE_STEMS[0]

@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance.machines import HERE, Machine, Output, compare
+from conformance.machines import HERE, PROBE_STEMS, Machine, Output, compare, probe_stem
 from conformance.mma_cases import MMA
 from conformance.probe_cases import CONVERSIONS, PTX, REDUCTIONS, Probe
+from conformance.sm90_cases import SM90
 
 import qwen_raw
 from qwen_raw import paths
 
-PROBES = [*PTX, *MMA, *CONVERSIONS, *REDUCTIONS]
+PROBES = [*PTX, *MMA, *SM90, *CONVERSIONS, *REDUCTIONS]
 HEADERS = ("ptx.cuh", "vec.cuh", "reduce.cuh")
 NewRng = Callable[[], np.random.Generator]
 each_probe = pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.id)
@@ -34,13 +35,13 @@ def wrappers(header: str) -> set[str]:
 @pytest.mark.parametrize("header", HEADERS)
 def test_every_wrapper_has_a_probe(header: str) -> None:
     """A new wrapper needs an entry point probe_X that calls it, and a case here."""
-    source = (HERE / "probes.cu").read_text()
+    source = "".join((HERE / f"{stem}.cu").read_text() for stem in PROBE_STEMS)
     names = wrappers(header)
     assert len(names) >= 3
     assert names <= {probe.wrapper for probe in PROBES}
     # Called by its entry point, or named by the macro that makes one.
     unused = [n for n in names if not re.search(rf"probe_{n}\([^)]*\) {{[^}}]*\b{n}\(|^PROBE_\w+\({n}\b", source, re.M)]
-    assert not unused, f"probes.cu does not use {unused}"
+    assert not unused, f"no probe uses {unused}"
 
 
 def test_every_probe_is_of_a_wrapper() -> None:
@@ -53,9 +54,10 @@ def test_probes_compile_for_a_gpu(staged: Path, tmp_path: Path) -> None:
     from qwen_raw.kernels import compile as nvrtc
     from qwen_raw.kernels.cubin import resources
 
-    for arch in ("sm_80", "sm_90a"):
-        table = resources(nvrtc.build("probes", arch, source_root=staged, cache_dir=tmp_path))
-        assert set(table) >= {f"probe_{probe.wrapper}" for probe in PROBES}
+    for stem, arch in (("probes", "sm_80"), ("probes", "sm_90a"), ("probes_sm90", "sm_90a")):
+        table = resources(nvrtc.build(stem, arch, source_root=staged, cache_dir=tmp_path))
+        expected = {f"probe_{p.wrapper}" for p in PROBES if probe_stem(f"probe_{p.wrapper}") == stem}
+        assert expected and all(any(name.startswith(probe) for name in table) for probe in expected)
 
 
 @each_probe
@@ -72,6 +74,8 @@ def test_simulator(request: pytest.FixtureRequest, new_rng: NewRng, probe: Probe
 @each_probe
 def test_gpu(gpu: Machine, shuffled: Machine, new_rng: NewRng, probe: Probe) -> None:
     """The GPU against the simulator, and against NumPy."""
+    if probe_stem(f"probe_{probe.wrapper}") == "probes_sm90" and gpu.dev.arch != "sm_90a":
+        pytest.skip(f"{gpu.dev.name} is no Hopper GPU")
     got, want = probe.run(gpu, new_rng())
     twin, _ = probe.run(shuffled, new_rng())
     compare(got, want, f"GPU, {probe.id}")

@@ -1,0 +1,145 @@
+// probes_sm90.cu - one entry point for each wrapper of include/ptx.cuh that needs Hopper, as probes.cu for the others. Wrappers that only
+// work together share a body: a barrier is initialised, made known, arrived at and waited for. grid: (1) unless said otherwise.
+#include "include/vec.cuh"
+#include "include/wgmma.cuh"
+
+// The distance in bytes of each of n words from the first.
+KERNEL(128) void probe_shared_address(uint32_t* out, int n) {
+  DYN_SHARED_TILES(uint32_t, words);
+  for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = shared_address(words + i) - shared_address(words);
+}
+
+// ---- mbarriers: in each round a thread puts its number, meets the others, and takes the next thread's. out: [rounds, blockDim.x] --------
+#define PROBE_MBARRIER(wrapper)                                                                    \
+  KERNEL(256) void probe_##wrapper(uint32_t* out, const uint32_t* in, int rounds) {               \
+    DYN_SHARED_TILES(uint64_t, bars);                                                             \
+    volatile uint32_t* slots = reinterpret_cast<volatile uint32_t*>(bars + 2);                    \
+    const int t = threadIdx.x, n = blockDim.x;                                                    \
+    if (t < 2) mbarrier_init(bars + t, n);                                                        \
+    mbarrier_init_fence();                                                                        \
+    __syncthreads();                                                                              \
+    for (int r = 0; r < rounds; r++) {                                                            \
+      slots[t] = in[r * n + t];                                                                   \
+      mbarrier_arrive(bars);                                                                      \
+      while (!mbarrier_try_wait(bars, r % 2)) continue;                                           \
+      out[r * n + t] = slots[(t + 1) % n];                                                        \
+      mbarrier_arrive(bars + 1);                                                                  \
+      mbarrier_wait(bars + 1, r % 2);                                                             \
+    }                                                                                             \
+  }
+PROBE_MBARRIER(mbarrier_init)
+PROBE_MBARRIER(mbarrier_init_fence)
+PROBE_MBARRIER(mbarrier_arrive)
+PROBE_MBARRIER(mbarrier_try_wait)
+
+// ---- copies: box after box through one buffer, each written out as it lies in shared memory. at: [boxes, 5] -------------------------
+#define TAKE_BOXES(load)                                                                          \
+  DYN_SHARED_TILES(unsigned char, buffer);                                                        \
+  uint64_t* bar = reinterpret_cast<uint64_t*>(buffer + bytes);                                    \
+  if (threadIdx.x == 0) {                                                                         \
+    mbarrier_init(bar, 1);                                                                        \
+    mbarrier_init_fence();                                                                        \
+  }                                                                                               \
+  for (int box = 0; box < boxes; box++) {                                                         \
+    __syncthreads();                                                                              \
+    if (threadIdx.x == 0) {                                                                       \
+      const int* c = at + 5 * box;                                                                \
+      mbarrier_arrive_expect_tx(bar, uint32_t(bytes));                                            \
+      load;                                                                                       \
+    }                                                                                             \
+    mbarrier_wait(bar, box % 2);                                                                  \
+    for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x)                                    \
+      out[box * (bytes / 16) + i] = reinterpret_cast<const uint4*>(buffer)[i];                    \
+  }
+#define PROBE_BOXES(wrapper, load)                                                                \
+  KERNEL(128) void probe_##wrapper(uint4* out, BY_VALUE TensorMap map, const int* at, int boxes, int bytes) { TAKE_BOXES(load) }
+PROBE_BOXES(tma_load_2d, tma_load_2d(buffer, map, bar, c[0], c[1]))
+PROBE_BOXES(tma_load_5d, tma_load_5d(buffer, map, bar, c[0], c[1], c[2], c[3], c[4]))
+PROBE_BOXES(mbarrier_arrive_expect_tx, tma_load_2d(buffer, map, bar, c[0], c[1]))
+PROBE_BOXES(tensor_map_prefetch, (tensor_map_prefetch(map), tma_load_2d(buffer, map, bar, c[0], c[1])))
+
+// Two groups of two warps, each with its own barrier: out[t] is what the thread's neighbour in its group has put. block: 128.
+KERNEL(128) void probe_named_barrier(uint32_t* out, const uint32_t* in) {
+  DYN_SHARED_TILES(uint32_t, slots);
+  const int t = threadIdx.x, group = t / 64;
+  slots[t] = in[t];
+  named_barrier(1 + group, 64);
+  out[t] = slots[group * 64 + (t + 33) % 64];
+}
+
+// One warpgroup gives registers away, two take them. block: 384.
+#define PROBE_REGISTERS(wrapper)                                             \
+  KERNEL_OCC(384, 1) void probe_##wrapper(uint32_t* out, const uint32_t* in) { \
+    if (threadIdx.x < WARPGROUP) {                                           \
+      register_decrease<40>();                                               \
+      out[threadIdx.x] = in[threadIdx.x];                                    \
+    } else {                                                                 \
+      register_increase<232>();                                              \
+      out[threadIdx.x] = ~in[threadIdx.x];                                   \
+    }                                                                        \
+  }
+PROBE_REGISTERS(register_increase)
+PROBE_REGISTERS(register_decrease)
+
+// Pair i is added to sums' pair i % cells. grid: any.
+KERNEL(256) void probe_red_add_f32x2(float* sums, const float* in, int n, int cells) {
+  for (int i = int(blockIdx.x * blockDim.x + threadIdx.x); i < n; i += int(gridDim.x * blockDim.x))
+    red_add_f32x2(sums + 2 * (i % cells), in[2 * i], in[2 * i + 1]);
+}
+
+// ---- products: out [64, N] = c + a·bᵀ over K = 128 bytes in four steps, a [64, 128 bytes], b [N, 128 bytes] --------------------------------
+// `groups`: each step is a group of its own, and only the last is waited for with 0. block: 128.
+template <int REGS, class Multiply>
+DEVICE void product(float* out, const TensorMap& a, const TensorMap& b, const float* c, int groups, const Multiply& multiply) {
+  DYN_SHARED_TILES(unsigned char, buffer);
+  constexpr int N = 2 * REGS, A = 64 * SWIZZLE_ROW, B = N * SWIZZLE_ROW;
+  uint64_t* bar = reinterpret_cast<uint64_t*>(buffer + A + B);
+  if (threadIdx.x == 0) {
+    mbarrier_init(bar, 1);
+    mbarrier_init_fence();
+    mbarrier_arrive_expect_tx(bar, A + B);
+    tma_load_2d(buffer, a, bar, 0, 0);
+    tma_load_2d(buffer + A, b, bar, 0, 0);
+  }
+  __syncthreads();
+  const int row = int(threadIdx.x) / WARP * 16 + int(threadIdx.x) % WARP / 4, col = int(threadIdx.x) % 4 * 2;
+  float d[REGS];
+#pragma unroll
+  for (int i = 0; i < REGS; i++) d[i] = c[(row + i / 2 % 2 * 8) * N + col + i / 4 * 8 + i % 2];
+  mbarrier_wait(bar, 0);
+  const uint64_t desc_a = wgmma_tile(buffer), desc_b = wgmma_tile(buffer + A);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    multiply(d, desc_a + 2 * i, desc_b + 2 * i, groups >= 0 || i > 0);
+    if (groups > 0) wgmma_commit();
+  }
+  wgmma_commit();
+  wgmma_wait<1>();
+  wgmma_wait<0>();
+  wgmma_results(d);
+#pragma unroll
+  for (int i = 0; i < REGS; i++) out[(row + i / 2 % 2 * 8) * N + col + i / 4 * 8 + i % 2] = d[i];
+}
+#define PRODUCT(name, multiply, REGS)                                                                                             \
+  KERNEL(128) void probe_##name(float* out, BY_VALUE TensorMap a, BY_VALUE TensorMap b, const float* c, int groups) {           \
+    product<REGS>(out, a, b, c, groups, [](float(&d)[REGS], uint64_t x, uint64_t y, int add) { multiply(d, x, y, add); });      \
+  }
+#define PROBE_WGMMA(wrapper, n, REGS) PRODUCT(wrapper##_n##n, wrapper, REGS)
+PROBE_WGMMA(wgmma_bf16, 16, 8)
+PROBE_WGMMA(wgmma_bf16, 64, 32)
+PROBE_WGMMA(wgmma_bf16, 128, 64)
+PROBE_WGMMA(wgmma_bf16, 192, 96)
+PROBE_WGMMA(wgmma_bf16, 224, 112)
+PROBE_WGMMA(wgmma_bf16, 256, 128)
+PROBE_WGMMA(wgmma_f16, 64, 32)
+PROBE_WGMMA(wgmma_f16, 256, 128)
+PROBE_WGMMA(wgmma_e4m3, 16, 8)
+PROBE_WGMMA(wgmma_e4m3, 128, 64)
+PROBE_WGMMA(wgmma_e4m3, 256, 128)
+// The same of what belongs to every product.
+#define PROBE_OF_PRODUCT(wrapper) PRODUCT(wrapper, wgmma_bf16, 8)
+PROBE_OF_PRODUCT(wgmma_fence)
+PROBE_OF_PRODUCT(wgmma_commit)
+PROBE_OF_PRODUCT(wgmma_wait)
+PROBE_OF_PRODUCT(wgmma_results)

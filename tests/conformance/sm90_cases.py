@@ -1,0 +1,195 @@
+"""Hopper's wrappers: barriers, bulk copies with their swizzle and zeros, products of warpgroups (probes_sm90.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from conformance.machines import Array, Machine, Output
+from conformance.probe_cases import Outcome, Probe, words
+
+from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_bf16
+from qwen_raw.device import BF16, E4M3, F32, U32, BoxShape, TensorMap
+
+ROW = 128  # bytes of a box row
+E4M3_ERROR = 2.0**-12  # of the sum of magnitudes: an e4m3 product keeps about 14 bits while it adds
+
+
+def addresses(machine: Machine, rng: np.random.Generator) -> Outcome:
+    out = machine.dev.zeros((100,), U32)
+    machine.run("shared_address", [out, np.int32(100)], grid=1, smem=1024)
+    return Output(out.download()), Output(4 * np.arange(100, dtype=np.uint32))
+
+
+def rounds(name: str) -> Probe:
+    """Rounds of a two-phase ring among 160 threads: nobody is early or late."""
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        bits = words(rng, 5, 160)
+        out = machine.dev.zeros(bits.shape, U32)
+        machine.run(name, [out, machine.dev.array(bits), np.int32(5)], grid=1, block=160, smem=1024)
+        return Output(out.download()), Output(np.roll(bits, -1, 1))
+
+    return Probe(name, run)
+
+
+def swizzle(box: Array) -> Array:
+    """Rows of 128 bytes as they lie in shared memory: 16-byte piece i of row r at piece i ^ (r % 8)."""
+    pieces = box.reshape(-1, 8, 16)
+    out = np.empty_like(pieces)
+    for r in range(len(pieces)):
+        out[r, np.arange(8) ^ (r % 8)] = pieces[r]
+    return out.reshape(box.shape)
+
+
+def boxes(name: str, item: int) -> Probe:
+    """A matrix whose rows and columns end inside the boxes; boxes that begin outside, before and behind."""
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        dev, rows, columns, high = machine.dev, 37, 3 * ROW // item // 2 - 16 // item, 24
+        data = rng.integers(0, 256, (rows, columns * item), dtype=np.uint8)
+        source = dev.array(data.view(BF16 if item == 2 else E4M3))
+        shape = BoxShape((columns, rows), (columns * item,), (ROW // item, high))
+        at = np.zeros((6, 5), np.int32)
+        at[:, :2] = [(0, 0), (ROW // item, 8), (8, 30), (-8, -5), (columns, 0), (3, 17)]
+        if item == 2:
+            at[5, 0] = 5  # an odd column: boxes begin anywhere
+        padded = np.zeros((rows + 2 * high, columns * item + 4 * ROW), np.uint8)
+        padded[high : high + rows, ROW : ROW + columns * item] = data
+        want = []
+        for x, y in at[:, :2]:
+            left = ROW + x * item
+            want.append(swizzle(padded[high + y : high + y + high, left : left + ROW].copy()))
+        return take(machine, name, dev.tensor_map([source], shape), at, high, np.array(want))
+
+    return Probe(name, run, f"{8 * item} bits")
+
+
+def pairs(name: str) -> Probe:
+    """Five dimensions as the kernels use them: 8 rows, their partners, the next 8, the next head; tails."""
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        dev, K, half, heads = machine.dev, 72, 24, 3
+        data = rng.integers(0, 1 << 16, (heads, 2, half // 8, 8, K), dtype=np.uint16)
+        row = K * 2
+        shape = BoxShape(
+            (K, 8, 2, half // 8, heads), (row, half * row, 8 * row, 2 * half * row), (ROW // 2, 8, 2, 2, 1)
+        )
+        at = np.array([(0, 0, 0, 0, 0), (64, 0, 0, 2, 1), (8, 0, 0, 1, 2), (0, 0, 0, 2, 3)], np.int32)
+        padded = np.zeros((heads + 1, 2, half // 8 + 2, 8, K + 64), np.uint16)
+        padded[:heads, :, : half // 8, :, :K] = data
+        want = [
+            swizzle(np.ascontiguousarray(padded[v, :, u : u + 2, :, x : x + 64].transpose(1, 0, 2, 3)).view(np.uint8))
+            for x, _, _, u, v in at
+        ]
+        source = dev.array(data)
+        return take(machine, name, dev.tensor_map([source], shape), at, 32, np.array(want).reshape(len(at), 32, ROW))
+
+    return Probe(name, run)
+
+
+def take(machine: Machine, name: str, tensor_map: TensorMap, at: Array, rows: int, want: Array) -> Outcome:
+    nbytes = rows * ROW
+    out = machine.dev.zeros((len(at) * nbytes // 4,), U32)
+    args = [out, tensor_map, machine.dev.array(at), np.int32(len(at)), np.int32(nbytes)]
+    machine.run(name, args, grid=1, block=128, smem=nbytes + 1024)
+    return Output(out.download()), Output(np.ascontiguousarray(want).view(U32).reshape(-1))
+
+
+def groups(machine: Machine, rng: np.random.Generator) -> Outcome:
+    bits = words(rng, 128)
+    out = machine.dev.zeros((128,), U32)
+    machine.run("named_barrier", [out, machine.dev.array(bits)], grid=1, block=128, smem=1024)
+    return Output(out.download()), Output(np.roll(bits.reshape(2, 64), -33, 1).reshape(-1))
+
+
+def registers(name: str) -> Probe:
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        bits = words(rng, 384)
+        out = machine.dev.zeros((384,), U32)
+        machine.run(name, [out, machine.dev.array(bits)], grid=1, block=384)
+        return Output(out.download()), Output(np.where(np.arange(384) < 128, bits, ~bits))
+
+    return Probe(name, run)
+
+
+def additions(machine: Machine, rng: np.random.Generator) -> Outcome:
+    """Integers, whose sums do not depend on the order."""
+    values, cells = rng.integers(-999, 1000, (1000, 2)).astype(np.float32), 7
+    sums = machine.dev.array(np.ones((cells, 2), np.float32))
+    machine.run("red_add_f32x2", [sums, machine.dev.array(values), np.int32(1000), np.int32(cells)])
+    want = np.array([1 + values[i::cells].sum(0) for i in range(cells)], np.float32)
+    return Output(sums.download()), Output(want)
+
+
+def product(wrapper: str, N: int, variant: str, name: str) -> Probe:
+    """Four steps of k over 128 bytes: exact with integers; random within what the hardware cuts."""
+    kind = wrapper.removeprefix("wgmma_") if wrapper in ("wgmma_f16", "wgmma_e4m3") else "bf16"
+    K = ROW if kind == "e4m3" else ROW // 2
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        dev = machine.dev
+        if variant == "integers":
+            draw: Callable[[int], Array] = lambda n: rng.integers(-7, 8, (n, K)).astype(np.float32)  # noqa: E731
+            c = (
+                rng.integers(-999, 1000, (64, N)).astype(np.float32)
+                if kind != "e4m3"
+                else np.zeros((64, N), np.float32)
+            )
+        else:
+            draw = lambda n: rng.standard_normal((n, K)).astype(np.float32)  # noqa: E731
+            c = rng.standard_normal((64, N)).astype(np.float32)
+        (a_bits, a), (b_bits, b) = (encode(draw(n), kind) for n in (64, N))
+        maps = []
+        for bits in (a_bits, b_bits):
+            item = bits.dtype.itemsize
+            shape = BoxShape((K, len(bits)), (K * item,), (K, len(bits)))
+            maps.append(dev.tensor_map([dev.array(bits)], shape))
+        # -1: the first step overwrites; 0: all steps in one group; 1: a group each.
+        how = int(rng.integers(-1, 2))
+        out = dev.zeros((64, N), F32)
+        smem = (64 + N) * ROW + 1024
+        machine.run(name, [out, *maps, dev.array(c), np.int32(how)], grid=1, block=128, smem=smem)
+        start = c.astype(np.float64) * (how >= 0)
+        want = start + a @ b.T
+        magnitude = np.abs(start) + np.abs(a) @ np.abs(b).T
+        error = E4M3_ERROR if kind == "e4m3" else 4 * machine.mma_error
+        return Output(out.download()), Output(
+            want.astype(np.float32), error * magnitude if variant == "normal" else 0.0
+        )
+
+    return Probe(wrapper, run, f"{N} {variant}")
+
+
+def encode(x: Array, kind: str) -> tuple[Array, Array]:
+    """(bits, the same values as float64)."""
+    if kind == "bf16":
+        bits = f32_to_bf16(x)
+        return bits, bf16_to_f32(bits).astype(np.float64)
+    if kind == "f16":
+        bits = x.astype(np.float16).view(np.uint16)
+        return bits, f16_to_f32(bits).astype(np.float64)
+    table = e4m3_to_f32(np.arange(256, dtype=np.uint8)).astype(np.float64)
+    finite = np.flatnonzero(np.isfinite(table))
+    order = finite[np.argsort(table[finite], kind="stable")]
+    values = table[order]
+    at = np.clip(np.searchsorted(values, x), 1, values.size - 1)
+    nearest = np.where(np.abs(values[at - 1] - x) <= np.abs(values[at] - x), at - 1, at)
+    bits = order[nearest].astype(np.uint8)
+    return bits, table[bits]
+
+
+_WIDTHS = {"wgmma_bf16": (16, 64, 128, 192, 224, 256), "wgmma_f16": (64, 256), "wgmma_e4m3": (16, 128, 256)}
+SM90 = [
+    Probe("shared_address", addresses),
+    *(rounds(f"mbarrier_{what}") for what in ("init", "init_fence", "arrive", "try_wait")),
+    *(boxes("tma_load_2d", item) for item in (1, 2)),
+    boxes("mbarrier_arrive_expect_tx", 2),
+    boxes("tensor_map_prefetch", 2),
+    pairs("tma_load_5d"),
+    Probe("named_barrier", groups),
+    *(registers(f"register_{what}") for what in ("increase", "decrease")),
+    Probe("red_add_f32x2", additions),
+    *(product(w, N, v, f"{w}_n{N}") for w, widths in _WIDTHS.items() for N in widths for v in ("integers", "normal")),
+    *(product(w, 16, "integers", w) for w in ("wgmma_fence", "wgmma_commit", "wgmma_wait", "wgmma_results")),
+]
