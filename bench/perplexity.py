@@ -1,0 +1,69 @@
+"""What fp8 weights cost in quality: perplexity of a text in bf16 and in fp8 on the same device.
+
+    python -m bench.perplexity [--model tiny-shakespeare] [--text tests/golden/validation.txt] [--device auto]
+
+The text is cut into windows of --window tokens, each from an empty context. On a GPU twice: all tokens of a window at
+once (prefill), and one by one (decode). --reference: the NumPy model too, bf16 weights with fp32 activations; slow.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import qwen_raw
+from bench.common import RESULTS, command, git_commit, save
+from qwen_raw.cli.arguments import Parser, positive
+from qwen_raw.errors import UsageError
+from qwen_raw.observe.perplexity import Logits, perplexity
+
+TEXT = Path(__file__).parents[1] / "tests" / "golden" / "validation.txt"
+
+
+def measure(
+    model: str | None, device: str, dtype: str, text: str, tokens: int | None, window: int
+) -> list[dict[str, Any]]:
+    """One row a path: the model in `dtype` on `device` over the first `tokens` tokens of the text."""
+    rows = []
+    with qwen_raw.load(model, device=device, dtype=dtype) as engine:
+        ids, window = engine.encode(text)[:tokens], min(window, engine.runner.max_model_len)
+        paths: dict[str, Logits] = {"prefill": engine.logits}
+        if engine.device == "cuda":
+            paths["decode"] = engine.runner.decode_logits
+        for path, logits in paths.items():
+            found = perplexity(logits, ids, window)
+            row = {"model": engine.config.name, "device": engine.runner.device_name, "dtype": dtype, "path": path}
+            row |= {"tokens": found.tokens, "window": window, "nll": found.nll, "perplexity": found.value}
+            rows.append(row)
+    return rows
+
+
+def main() -> int:
+    parser = Parser("python -m bench.perplexity", description="perplexity in bf16 and fp8")
+    parser.add_argument("--model", default=None, help="default: the built-in tiny-shakespeare")
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--tokens", type=positive, help="only so many of the text's first tokens")
+    parser.add_argument("--window", type=positive, default=512)
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu", "sim"])
+    parser.add_argument("--reference", action="store_true", help="the NumPy model too")
+    parser.add_argument("--commit")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    a = parser.parse_args()
+    try:
+        text = a.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {a.text}: {error}") from error
+    runs = [(a.device, "bf16"), (a.device, "fp8")] + ([("cpu", "bf16")] if a.reference else [])
+    rows = [row for run in runs for row in measure(a.model, *run, text, a.tokens, a.window)]
+    for row in rows:
+        row["change"] = row["perplexity"] / rows[0]["perplexity"] - 1
+        print(
+            f"{row['model']} {row['dtype']:4} {row['path']:7} on {row['device']}: perplexity {row['perplexity']:.3f} "
+            f"over {row['tokens']} tokens, {row['change']:+.3%}"
+        )
+    save("perplexity", {"commit": a.commit or git_commit(), "text": a.text.name}, rows, a.output)
+    return 0
+
+
+if __name__ == "__main__":
+    command(main)
