@@ -45,28 +45,32 @@ extern "C" __global__ void spin_cycles(long long n) {
 }
 """
 # path → (kernel file, entry point, [(text, step that ends right before it)], what the rest is, where the kernel ends)
-_LAMPORT_PUSH = ("  __syncthreads();\n  next_turn", "push")
+_BARRIER = "  __syncthreads();\n  next_turn"
 _PLANS: dict[str, tuple[str, str, list[tuple[str, str]], str, str]] = {
     "lamport": (
         "allreduce_lamport",
         "allreduce_lamport_add_bf16",
-        [_LAMPORT_PUSH, ("    sum_sources(sum, v);\n", "wait")],
-        "reduce",
-        "    out.store(i, sum);\n  }\n",
+        [(_BARRIER, "push"), ("  if (first < n) item.finish", "turn and re-arm")],
+        "wait and reduce",
+        "  if (first < n) item.finish(end, turn, first, watch);\n",
     ),
     "lamport fused": (
         "allreduce_norm",
         "allreduce_norm_bf16",
-        [_LAMPORT_PUSH, ("  const float inv = ", "wait and reduce"), ("  if (mine) {\n    float w[8]", "exchange")],
+        [
+            (_BARRIER, "push"),
+            ("  uint4 v[PACKS]", "turn and re-arm"),
+            ("  const float inv = ", "wait and reduce"),
+        ],
         "norm",
-        "    reinterpret_cast<uint4*>(out)[i] = pack_bf16x8(f);\n  }\n",
+        "    reinterpret_cast<uint4*>(out)[base + j] = pack_bf16x8(f[k]);\n  }\n",
     ),
     "flag": (
         "allreduce_flag",
         "allreduce_flag_add_bf16",
         [("  block_barrier(end, epoch, watch);\n", "push"), ("  write_epoch(end, epoch);\n", "wait")],
         "reduce",
-        "    out.store(i, sum);\n  }\n",
+        "    out.store(sum);\n  }\n",
     ),
     "twoshot": (
         "allreduce_twoshot",
@@ -78,7 +82,7 @@ _PLANS: dict[str, tuple[str, str, list[tuple[str, str]], str, str]] = {
             ("  write_epoch(end, epoch);\n", "second wait"),
         ],
         "gather",
-        "      outs[k].store(i + k * step, sum);\n    }\n  }\n",
+        "      outs[k].store(sum);\n    }\n  }\n",
     ),
 }
 

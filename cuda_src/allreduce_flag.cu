@@ -22,21 +22,22 @@ DEVICE void allreduce_flag(Out out, const bf16* in, const Flags& end, int n) {
   griddep_launch();
   const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
   Watch watch = watch_start(end.limit);
+  out.aim(first);
   griddep_wait();
   const uint32_t epoch = read_epoch(end) + 1;
   const int64_t half = int64_t(epoch & 1) * end.capacity;
 
   for (int i = first; i < n; i += stride) st_volatile_v4(end.data.packs(end.rank) + half + i, ld_global_v4(in + 8 * int64_t(i)));
-  if (first < n) out.fetch(first);
+  if (first < n) out.fetch();
   block_barrier(end, epoch, watch);
   write_epoch(end, epoch);
   for (int i = first; i < n; i += stride) {
     uint4 v[RANKS];
     float sum[8];
-    if (i != first) out.fetch(i);
+    if (i != first) out.aim(i), out.fetch();
     read_sources(v, ld_global_v4(in + 8 * int64_t(i)), end, half + i);
     sum_sources(sum, v);
-    out.store(i, sum);
+    out.store(sum);
   }
 }
 
@@ -45,13 +46,13 @@ DEVICE void allreduce_flag(Out out, const bf16* in, const Flags& end, int n) {
                                                 const bf16* in,     /* [8n] */                                       \
                                                 BY_VALUE Flags end, /* this rank's */                                \
                                                 int n) {                                                             \
-    allreduce_flag<RANKS>(Replace{reinterpret_cast<uint4*>(out)}, in, end, n);                                       \
+    allreduce_flag<RANKS>(Replace{reinterpret_cast<uint4*>(out), nullptr}, in, end, n);                                       \
   }                                                                                                                  \
   KERNEL(512) void allreduce_flag_add_bf16_r##RANKS(float* h,           /* [8n] residual stream, in place */         \
                                                     const bf16* in,     /* [8n] */                                   \
                                                     BY_VALUE Flags end, /* this rank's */                            \
                                                     int n) {                                                         \
-    allreduce_flag<RANKS>(Accumulate{reinterpret_cast<float4*>(h), {}, {}}, in, end, n);                             \
+    allreduce_flag<RANKS>(Accumulate{h, nullptr, {}, {}}, in, end, n);                             \
   }
 ALLREDUCE_FLAG(2)
 ALLREDUCE_FLAG(4)

@@ -16,11 +16,11 @@ DEVICE void allreduce_host(Accumulate out, const Peers& in, int world, int n) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
     uint4 v[RANKS];
     float sum[8];
-    out.fetch(i);
+    out.aim(i), out.fetch();
 #pragma unroll
     for (int s = 0; s < RANKS; s++) v[s] = s < world ? ld_volatile_v4(in.packs(s) + i) : make_uint4(0, 0, 0, 0);
     sum_sources(sum, v);
-    out.store(i, sum);
+    out.store(sum);
   }
 }
 
@@ -28,7 +28,7 @@ DEVICE void allreduce_host(Accumulate out, const Peers& in, int world, int n) {
   KERNEL(512) void allreduce_host_add_bf16_r##RANKS(float* h,          /* [8n] residual stream, in place */        \
                                                     BY_VALUE Peers in, /* each rank's vector, [8n] */              \
                                                     int world, int n) {                                            \
-    allreduce_host<RANKS>(Accumulate{reinterpret_cast<float4*>(h), {}, {}}, in, world, n);                         \
+    allreduce_host<RANKS>(Accumulate{h, nullptr, {}, {}}, in, world, n);                         \
   }
 ALLREDUCE_HOST(2)
 ALLREDUCE_HOST(4)

@@ -18,34 +18,52 @@
 // minimum arch: sm_80
 #include "include/lamport.cuh"
 
+// One pack of this rank: requested, and pushed as soon as it is there.
 template <int RANKS, class Out>
-DEVICE void allreduce_lamport(Out out, const bf16* in, const Lamport& end, int n) {
-  griddep_launch();
-  const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
-  const Route<RANKS> route(end, first);
-  Watch watch = watch_start(end.limit);
-  griddep_wait();
-  const Turn turn = read_turn(end);
-  uint4 own = make_uint4(0, 0, 0, 0);
-  if (first < n) {
-    own = sanitise(ld_global_v4(in + 8 * int64_t(first)));
-    out.fetch(first);
-    route.push(end, turn, own);
+struct Item {
+  const bf16* from;
+  Route<RANKS> route;
+  Out out;
+  uint4 own;
+  DEVICE Item(Out target, const bf16* in, const Lamport& end, int i) : from(in + 8 * int64_t(i)), route(end, i), out(target) {
+    settle(from);
+    out.aim(i);
   }
-  __syncthreads();
-  next_turn(end, turn, n, 0);
-  rearm(end, turn);
-  for (int i = first; i < n; i += stride) {
-    if (i != first) {
-      own = sanitise(ld_global_v4(in + 8 * int64_t(i)));
-      out.fetch(i);
-      Route<RANKS>(end, i).push(end, turn, own);
-    }
+  DEVICE void push(const Turn& turn) {
+    own = sanitise(ld_global_v4(from));
+    out.fetch();
+    route.push(turn, own);
+  }
+  DEVICE void finish(const Lamport& end, const Turn& turn, int i, Watch& watch) {
+    const Arrival<RANKS> arrival(end, i);
     uint4 v[RANKS];
     float sum[8];
-    poll_sources(v, own, end, turn, i, watch);
+    arrival.look(v, turn, 0, own);
+    arrival.wait(v, turn, 0, watch);
     sum_sources(sum, v);
-    out.store(i, sum);
+    out.store(sum);
+  }
+};
+
+template <int RANKS, class Out>
+DEVICE void allreduce_lamport(Out out, const bf16* in, const Lamport& end, int n) {
+  const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+  Item<RANKS, Out> item(out, in, end, first);
+  const uint4* turns = turn_address(end);
+  settle(turns);
+  Watch watch = watch_start(end.limit);
+  griddep_wait();
+  const Turn turn = read_turn(turns);
+  if (first < n) item.push(turn);
+  griddep_launch();
+  __syncthreads();
+  next_turn(end, turn, n);
+  rearm(end, turn);
+  if (first < n) item.finish(end, turn, first, watch);
+  for (int i = first + stride; i < n; i += stride) {
+    Item<RANKS, Out> more(out, in, end, i);
+    more.push(turn);
+    more.finish(end, turn, i, watch);
   }
 }
 
@@ -54,13 +72,13 @@ DEVICE void allreduce_lamport(Out out, const bf16* in, const Lamport& end, int n
                                                    const bf16* in,       /* [8n] */                                         \
                                                    BY_VALUE Lamport end, /* this rank's */                                  \
                                                    int n) {                                                                 \
-    allreduce_lamport<RANKS>(Replace{reinterpret_cast<uint4*>(out)}, in, end, n);                                           \
+    allreduce_lamport<RANKS>(Replace{reinterpret_cast<uint4*>(out), nullptr}, in, end, n);                                           \
   }                                                                                                                         \
   KERNEL(512) void allreduce_lamport_add_bf16_r##RANKS(float* h,             /* [8n] residual stream, in place */           \
                                                        const bf16* in,       /* [8n] */                                     \
                                                        BY_VALUE Lamport end, /* this rank's */                              \
                                                        int n) {                                                             \
-    allreduce_lamport<RANKS>(Accumulate{reinterpret_cast<float4*>(h), {}, {}}, in, end, n);                                 \
+    allreduce_lamport<RANKS>(Accumulate{h, nullptr, {}, {}}, in, end, n);                                 \
   }
 ALLREDUCE_LAMPORT(2)
 ALLREDUCE_LAMPORT(4)

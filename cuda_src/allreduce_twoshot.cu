@@ -62,13 +62,13 @@ DEVICE void allreduce_twoshot(Out out, const bf16* in, const Flags& end, int n) 
     Out outs[BATCH] = {out, out, out, out};
 #pragma unroll
     for (int k = 0; k < BATCH; k++)
-      if (i + k * step < stop) v[k] = ld_volatile_v4(end.results.packs(end.rank) + half + i + k * step), outs[k].fetch(i + k * step);
+      if (i + k * step < stop) v[k] = ld_volatile_v4(end.results.packs(end.rank) + half + i + k * step), outs[k].aim(i + k * step), outs[k].fetch();
 #pragma unroll
     for (int k = 0; k < BATCH; k++) {
       if (i + k * step >= stop) break;
       float sum[8];
       unpack_bf16(sum, v[k]);
-      outs[k].store(i + k * step, sum);
+      outs[k].store(sum);
     }
   }
 }
@@ -78,13 +78,13 @@ DEVICE void allreduce_twoshot(Out out, const bf16* in, const Flags& end, int n) 
                                                           const bf16* in,     /* [8n] */                                          \
                                                           BY_VALUE Flags end, /* this rank's */                                   \
                                                           int n) {                                                                       \
-    allreduce_twoshot<RANKS>(Replace{reinterpret_cast<uint4*>(out)}, in, end, n);                                          \
+    allreduce_twoshot<RANKS>(Replace{reinterpret_cast<uint4*>(out), nullptr}, in, end, n);                                          \
   }                                                                                                                                      \
   KERNEL_OCC(512, 1) void allreduce_twoshot_add_bf16_r##RANKS(float* h,           /* [8n] residual stream, in place */            \
                                                               const bf16* in,     /* [8n] */                                      \
                                                               BY_VALUE Flags end, /* this rank's */                               \
                                                               int n) {                                                                   \
-    allreduce_twoshot<RANKS>(Accumulate{reinterpret_cast<float4*>(h), {}, {}}, in, end, n);                                \
+    allreduce_twoshot<RANKS>(Accumulate{h, nullptr, {}, {}}, in, end, n);                                \
   }
 ALLREDUCE_TWOSHOT(2)
 ALLREDUCE_TWOSHOT(4)

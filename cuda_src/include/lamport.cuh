@@ -26,21 +26,19 @@ constexpr uint32_t SENTINEL = 0x80000000u;
 constexpr int BUFFERS = 3;
 
 // What a block knows of the calls before this one.
-struct alignas(16) Turn {
-  uint32_t buffer;  // of this call
-  uint32_t packs;   // a source, that the buffer before this one was filled with
-  uint32_t parts;   // that the previous call exchanged between its blocks (allreduce_norm.cu)
-  uint32_t calls;   // so far; for the fault record
+struct Turn {
+  uint32_t start;  // of this call's buffer, in packs
+  uint32_t packs;  // a source, that the buffer before this one was filled with
+  uint32_t calls;  // so far; for the fault record
 };
 
 // One rank's end of a communicator; passed by value.
 struct Lamport {
-  Peers receive;     // each rank's receive memory
-  uint64_t turns;    // Turn [blocks], this rank's, zero before the first call
-  uint64_t parts;    // u32 [3, blocks], this rank's, armed
+  Peers receive;   // each rank's receive memory
+  uint64_t turns;  // Turn [blocks], 16 bytes apart, this rank's, zero before the first call
   PollLimit limit;
   int32_t rank, world, capacity, blocks;  // capacity: packs a message; blocks: most of a launch
-  DEVICE int64_t start(uint32_t buffer) const { return int64_t(buffer) * world * capacity; }  // in packs
+  DEVICE uint32_t buffer() const { return uint32_t(world) * uint32_t(capacity); }  // packs
 };
 
 DEVICE uint32_t sanitise(uint32_t w) { return w == SENTINEL ? 0u : w; }
@@ -51,30 +49,33 @@ DEVICE uint4 armed_pack() { return make_uint4(SENTINEL, SENTINEL, SENTINEL, SENT
 DEVICE int block_number() { return blockIdx.y * gridDim.x + blockIdx.x; }
 DEVICE int block_count() { return gridDim.x * gridDim.y; }
 
-// Not before griddep_wait: the previous call writes it.
-DEVICE Turn read_turn(const Lamport& end) {
-  const uint4 v = ld_global_v4(reinterpret_cast<const uint4*>(end.turns) + block_number());
-  return {v.x, v.y, v.z, v.w};
+// Where this block's turn is. Only that is known before griddep_wait: the previous call writes the turn itself.
+DEVICE const uint4* turn_address(const Lamport& end) { return reinterpret_cast<const uint4*>(end.turns) + block_number(); }
+DEVICE Turn read_turn(const uint4* address) {
+  const uint4 v = ld_global_v4(address);
+  return {v.x, v.y, v.z};
 }
 // After a barrier: every thread of the block has read its turn.
-DEVICE void next_turn(const Lamport& end, const Turn& turn, int packs, int parts) {
-  const uint4 next = make_uint4((turn.buffer + 1) % BUFFERS, packs, parts, turn.calls + 1);
+DEVICE void next_turn(const Lamport& end, const Turn& turn, int packs) {
+  const uint32_t start = turn.start + end.buffer();
+  const uint4 next = make_uint4(start == BUFFERS * end.buffer() ? 0 : start, packs, turn.calls + 1, 0);
+#pragma unroll 1
   for (int i = block_number() + int(threadIdx.x) * block_count(); i < end.blocks; i += int(blockDim.x) * block_count())
     reinterpret_cast<uint4*>(end.turns)[i] = next;
 }
 // The previous call's buffer, for the call after the next; this thread's share of the launch's threads.
 DEVICE void rearm(const Lamport& end, const Turn& turn) {
-  const uint32_t previous = (turn.buffer + BUFFERS - 1) % BUFFERS;
+  const uint32_t previous = turn.start ? turn.start - end.buffer() : (BUFFERS - 1) * end.buffer();
   const int first = block_number() * int(blockDim.x) + int(threadIdx.x), stride = block_count() * int(blockDim.x);
-  uint4* mine = end.receive.packs(end.rank) + end.start(previous);
-  for (int source = 0; source < end.world; source++)
-    for (int i = first; source != end.rank && i < int(turn.packs); i += stride) st_volatile_v4(mine + int64_t(source) * end.capacity + i, armed_pack());
-  uint32_t* parts = reinterpret_cast<uint32_t*>(end.parts) + previous * end.blocks;
-  for (int i = first; i < int(turn.parts); i += stride) st_volatile_u32(parts + i, SENTINEL);
+  uint4* mine = end.receive.packs(end.rank) + previous;
+#pragma unroll 1
+  for (int source = 0; source < end.world; source++, mine += end.capacity)
+#pragma unroll 1
+    for (int i = first; source != end.rank && i < int(turn.packs); i += stride) st_volatile_v4(mine + i, armed_pack());
 }
 
-// Where this rank's pack i goes in each peer's memory, in buffer 0; to[0] is the right neighbour's, so that no two ranks begin with the
-// same peer. Computed before griddep_wait, where the time is free.
+// Where pack i of this rank goes in each peer's memory; to[0] is the right neighbour's, so that no two ranks begin with the same peer.
+// Made before griddep_wait, where the time is free, and settled there: the compiler would put it off until it is needed.
 template <int RANKS>
 struct Route {
   uint4* to[RANKS - 1];
@@ -83,33 +84,41 @@ struct Route {
     for (int d = 1; d < RANKS; d++) {
       const int peer = end.rank + d < end.world ? end.rank + d : end.rank + d - end.world;
       to[d - 1] = d < end.world ? end.receive.packs(peer) + int64_t(end.rank) * end.capacity + i : nullptr;
+      settle(to[d - 1]);
     }
   }
-  DEVICE void push(const Lamport& end, const Turn& turn, uint4 v) const {
-    const int64_t at = end.start(turn.buffer);
+  DEVICE void push(const Turn& turn, uint4 v) const {
 #pragma unroll
     for (int d = 1; d < RANKS; d++)
-      if (d < end.world) st_volatile_v4(to[d - 1] + at, v);
+      if (to[d - 1]) st_volatile_v4(to[d - 1] + turn.start, v);
   }
 };
 
-// Pack i of every source: this rank's own from its registers, the others' polled, all of them at once, until they have arrived whole.
-// Sources beyond the world are zero.
+// Where pack i of every source arrives in this rank's memory.
 template <int RANKS>
-DEVICE void poll_sources(uint4 (&v)[RANKS], uint4 own, const Lamport& end, const Turn& turn, int i, Watch& watch) {
-  const uint4* mine = end.receive.packs(end.rank) + end.start(turn.buffer) + i;
+struct Arrival {
+  const uint4* mine;  // of source 0
+  uint32_t capacity;
+  int rank, world;
+  DEVICE Arrival(const Lamport& end, int i) : mine(end.receive.packs(end.rank) + i), capacity(end.capacity), rank(end.rank), world(end.world) {}
+  DEVICE uint4 load(const Turn& turn, int further, int s) const { return ld_volatile_v4(mine + (turn.start + uint32_t(s) * capacity + further)); }
+  // A first look at pack i + further of all sources at once; this rank's own comes from its registers, and beyond the world is zero.
+  DEVICE void look(uint4 (&v)[RANKS], const Turn& turn, int further, uint4 own) const {
 #pragma unroll
-  for (int s = 0; s < RANKS; s++)
-    v[s] = s == end.rank ? own : s < end.world ? ld_volatile_v4(mine + int64_t(s) * end.capacity) : make_uint4(0, 0, 0, 0);
-  for (;;) {
-    int missing = -1;
-#pragma unroll
-    for (int s = 0; s < RANKS; s++)
-      if (has_hole(v[s])) {
-        missing = s;
-        v[s] = ld_volatile_v4(mine + int64_t(s) * end.capacity);
-      }
-    if (missing < 0) return;
-    watch_poll(watch, end.rank, missing, turn.calls + 1);
+    for (int s = 0; s < RANKS; s++) v[s] = s == rank ? own : s < world ? load(turn, further, s) : make_uint4(0, 0, 0, 0);
   }
-}
+  // More looks, until every source's pack has arrived whole.
+  DEVICE void wait(uint4 (&v)[RANKS], const Turn& turn, int further, Watch& watch) const {
+    for (;;) {
+      int missing = -1;
+#pragma unroll
+      for (int s = 0; s < RANKS; s++)
+        if (has_hole(v[s])) {
+          missing = s;
+          v[s] = load(turn, further, s);
+        }
+      if (missing < 0) return;
+      watch_poll(watch, rank, missing, turn.calls + 1);
+    }
+  }
+};

@@ -54,27 +54,27 @@ DEVICE void sum_sources(float (&sum)[8], const uint4 (&v)[RANKS]) {
   for (int s = 0; s < RANKS; s++) add_pack(sum, v[s]);
 }
 
-// Where sums go. fetch() is called early, after griddep_wait, and what it reads arrives while the thread waits for its peers.
+// Where sums go. aim() before griddep_wait. fetch() after it: what it reads arrives while the thread waits for its peers.
 struct Replace {  // as bf16
   uint4* out;
-  DEVICE void fetch(int) {}
-  DEVICE void store(int pack, const float (&sum)[8]) { out[pack] = pack_bf16x8(sum); }
+  uint4* at;
+  DEVICE void aim(int pack) { at = out + pack, settle(at); }
+  DEVICE void fetch() {}
+  DEVICE void store(const float (&sum)[8]) const { *at = pack_bf16x8(sum); }
 };
 struct Accumulate {  // added to the fp32 residual stream
-  float4* h;
+  float* h;
+  float4* at;
   float4 a, b;
-  DEVICE void fetch(int pack) { a = ld_global_f4(h + 2 * int64_t(pack)), b = ld_global_f4(h + 2 * int64_t(pack) + 1); }
+  DEVICE void aim(int pack) { at = reinterpret_cast<float4*>(h + 8 * int64_t(pack)), settle(at); }
+  DEVICE void fetch() { a = ld_global_f4(at), b = ld_global_f4(at + 1); }
   DEVICE void add(float (&sum)[8]) const {
     const float old[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int i = 0; i < 8; i++) sum[i] = old[i] + sum[i];
   }
-  DEVICE void put(int pack, const float (&v)[8]) const {
-    h[2 * int64_t(pack)] = make_float4(v[0], v[1], v[2], v[3]);
-    h[2 * int64_t(pack) + 1] = make_float4(v[4], v[5], v[6], v[7]);
-  }
-  DEVICE void store(int pack, float (&sum)[8]) const {
+  DEVICE void store(float (&sum)[8]) const {
     add(sum);
-    put(pack, sum);
+    at[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), at[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
   }
 };

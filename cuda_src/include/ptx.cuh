@@ -83,6 +83,11 @@ DEVICE void griddep_launch() {
 #endif
 }
 
+// The pointer is in a register from here on. Without it the compiler computes an address where it is first used, which after griddep_wait
+// is on the critical path.
+template <class T>
+DEVICE void settle(T*& p) { asm volatile("" : "+l"(p)); }
+
 // ---- arithmetic ---------------------------------------------------------------------------------------------------
 // 2^x in one MUFU; softmax folds log2(e) into its scale.
 DEVICE float ex2_approx(float x) {

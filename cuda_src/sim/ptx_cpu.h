@@ -51,6 +51,8 @@ inline uint32_t atom_inc_acq_rel_gpu(uint32_t* p, uint32_t wrap, SIMT_PLACE) {
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------------
 inline void griddep_wait(SIMT_PLACE) { simt::griddep_wait(place); }
 inline void griddep_launch() { simt::griddep_launch(); }
+template <class T>
+inline void settle(T*&) {}
 
 // ---- arithmetic -------------------------------------------------------------------------------------------------------------
 // ex2.approx.ftz: subnormal arguments and results are zero; otherwise within 2 ulp of what the GPU gives.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
 
 from qwen_raw.cli.arguments import Parser
+from qwen_raw.comm.topology import Link, links
+from qwen_raw.driver.device import MINIMUM_CAPABILITY, CudaDevice
 from qwen_raw.driver.probe import Gpu, Machine, probe
 from qwen_raw.errors import QwenRawError
 from qwen_raw.observe.machine import cpu_cores, cpu_name
@@ -23,15 +26,22 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the devices, one a line. A machine without a GPU is no failure."""
     machine = probe()
+    pairs, untried = _links(machine)
     compiler, problem = _simulator()
     if args.json:
         cpu = {"name": cpu_name(), "cores": cpu_cores()}
         report = asdict(machine)
         report["no_gpu_because"] = report.pop("problem")
+        report["links"] = [asdict(link.path) | {"problem": link.problem} for link in pairs]
+        report["links_not_tried_because"] = untried
         print(json.dumps(report | {"cpu": cpu, "sim": {"compiler": compiler, "problem": problem}}))
         return 0
     for gpu in machine.gpus:
         print(_line(machine, gpu))
+    for link in pairs:
+        print(_link(link))
+    if untried is not None:
+        print(f"link    not tried: {untried}")
     if machine.problem is not None:
         print(f"cuda    none: {machine.problem}")
     print(f"cpu     {cpu_name()} · {cpu_cores()} cores · NumPy reference")
@@ -47,6 +57,28 @@ def _simulator() -> tuple[str | None, str | None]:
     except QwenRawError as error:
         return None, str(error)
     return compiler.version, None
+
+
+def _links(machine: Machine) -> tuple[list[Link], str | None]:
+    """Every pair of GPUs, tried, and why they were not."""
+    with ExitStack() as stack:
+        try:
+            usable = [gpu.ordinal for gpu in machine.gpus if gpu.capability >= MINIMUM_CAPABILITY]
+            return (links([stack.enter_context(CudaDevice(n)) for n in usable]) if len(usable) > 1 else []), None
+        except QwenRawError as error:  # no memory left for a context, say
+            return [], str(error)
+
+
+def _link(link: Link) -> str:
+    path = link.path
+    parts = ["no peer access"] if not path.access else []
+    if path.access and path.nvlink is not None:
+        parts.append(f"NVLink, {path.active_links} links up" if path.nvlink else "no NVLink")
+    if path.access:
+        parts.append("native atomics" if path.native_atomics else "no native atomics")
+        parts.append(f"performance rank {path.performance_rank}")
+        parts.append(f"not usable: {link.problem}" if link.problem else "verified")
+    return f"link {path.source} → {path.target}  " + " · ".join(parts)
 
 
 def _line(machine: Machine, gpu: Gpu) -> str:

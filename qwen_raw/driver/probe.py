@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 from qwen_raw.driver.check import call, initialised
@@ -22,6 +24,19 @@ class Gpu:
     pci: str  # bus id
     peers: tuple[int, ...]  # ordinals of the GPUs whose memory it can access
     nvlink_peers: tuple[int, ...] | None  # those of them that it reaches over NVLink
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPath:
+    """What driver and NVML say of GPU `source` reaching into the memory of GPU `target`."""
+
+    source: int
+    target: int
+    access: bool
+    native_atomics: bool
+    performance_rank: int  # as the driver orders the paths of a machine; 0 is the best
+    nvlink: bool | None  # None: NVML does not say
+    active_links: int | None  # NVLinks of `source` that are up, whatever they lead to
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,32 @@ def probe() -> Machine:
             return Machine(gpus, f"{version // 1000}.{version % 1000 // 10}", nvml.driver_version(), None)
     except QwenRawError as error:
         return Machine((), None, None, str(error))
+
+
+def peer_paths(ordinals: Sequence[int]) -> list[PeerPath]:
+    """Every ordered pair of these GPUs; makes no context. Raises QwenRawError for a GPU that is not there."""
+    driver = initialised()
+    devices = {i: call(driver.cuDeviceGet, i) for i in ordinals}
+    pci = {i: _text(call(driver.cuDeviceGetPCIBusId, 16, device)) for i, device in devices.items()}
+    kinds = driver.CUdevice_P2PAttribute
+
+    def asked(name: str, source: int, target: int) -> int:
+        kind = getattr(kinds, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
+        return int(call(driver.cuDeviceGetP2PAttribute, kind, devices[source], devices[target]))
+
+    with _Nvml() as nvml:
+        return [
+            PeerPath(
+                source=source,
+                target=target,
+                access=bool(call(driver.cuDeviceCanAccessPeer, devices[source], devices[target])),
+                native_atomics=bool(asked("NATIVE_ATOMIC_SUPPORTED", source, target)),
+                performance_rank=asked("PERFORMANCE_RANK", source, target),
+                nvlink=nvml.nvlink(pci[source], pci[target]),
+                active_links=nvml.active_links(pci[source]),
+            )
+            for source, target in permutations(ordinals, 2)
+        ]
 
 
 def _gpu(driver: Any, nvml: _Nvml, ordinal: int, devices: list[Any]) -> Gpu:
@@ -112,12 +153,24 @@ class _Nvml:
         memory = None if handle is None else self._ask("nvmlDeviceGetMemoryInfo", handle)
         return None if memory is None else int(memory.free)
 
-    def nvlink_peers(self, pci: list[str], ordinal: int) -> tuple[int, ...] | None:
-        handles = [self._ask("nvmlDeviceGetHandleByPciBusId", bus) for bus in pci]
+    def nvlink(self, source: str, target: str) -> bool | None:
+        """Whether two GPUs, by PCI bus id, reach each other over NVLink."""
+        handles = [self._ask("nvmlDeviceGetHandleByPciBusId", bus) for bus in (source, target)]
         if self._nvml is None or None in handles:
             return None
-        nvlink, ok = self._nvml.NVML_P2P_CAPS_INDEX_NVLINK, self._nvml.NVML_P2P_STATUS_OK
-        others = [i for i in range(len(pci)) if i != ordinal]
-        return tuple(
-            i for i in others if self._ask("nvmlDeviceGetP2PStatus", handles[ordinal], handles[i], nvlink) == ok
-        )
+        status = self._ask("nvmlDeviceGetP2PStatus", *handles, self._nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return None if status is None else bool(status == self._nvml.NVML_P2P_STATUS_OK)
+
+    def active_links(self, pci: str) -> int | None:
+        """How many NVLinks of a GPU are up."""
+        handle = self._ask("nvmlDeviceGetHandleByPciBusId", pci)
+        if handle is None:
+            return None
+        # Links that the GPU does not have are refused, which counts as not up.
+        states = [self._ask("nvmlDeviceGetNvLinkState", handle, i) for i in range(self._nvml.NVML_NVLINK_MAX_LINKS)]
+        return [state == self._nvml.NVML_FEATURE_ENABLED for state in states].count(True)
+
+    def nvlink_peers(self, pci: list[str], ordinal: int) -> tuple[int, ...] | None:
+        """The GPUs that one reaches over NVLink."""
+        reached = {i: self.nvlink(pci[ordinal], bus) for i, bus in enumerate(pci) if i != ordinal}
+        return None if None in reached.values() or self._nvml is None else tuple(i for i, on in reached.items() if on)

@@ -30,7 +30,6 @@ STRUCT = np.dtype(
     [
         ("receive", U64, MAX_RANKS),
         ("turns", U64),
-        ("parts", U64),
         ("limit", U64, 2),
         *((n, I32) for n in ("rank", "world", "capacity", "blocks")),
     ]
@@ -49,36 +48,31 @@ class LamportWorkspace:
     most_blocks: int  # that launchers choose by themselves
     receive: tuple[Buffer, ...]  # every rank's: u32 [3, world, capacity, 4], armed
     turns: Buffer  # u32 [BLOCKS, 4], zero
-    parts: Buffer  # u32 [3, BLOCKS], armed
     limit: PollLimit
 
     @property
     def struct(self) -> np.ndarray[Any, Any]:
         """struct Lamport."""
-        ends = (self.turns.ptr, self.parts.ptr, self.limit.struct())
-        return np.array([(peer_struct(self.receive), *ends, self.rank, self.world, self.capacity, BLOCKS)], STRUCT)
+        dims = (self.rank, self.world, self.capacity, BLOCKS)
+        return np.array([(peer_struct(self.receive), self.turns.ptr, self.limit.struct(), *dims)], STRUCT)
 
     @staticmethod
     def create(devices: Sequence[Device], capacity: int, *, limit_ns: int) -> list[LamportWorkspace]:
         """All ranks' ends, armed and synchronised: no rank can store into memory that is not armed yet."""
         connect(devices, STEM, ["allreduce_lamport_bf16", "allreduce_lamport_add_bf16"])
         world = len(devices)
-        receive = tuple(armed(dev, (BUFFERS, world, capacity, 4)) for dev in devices)
+        armed = np.full((BUFFERS, world, capacity, 4), SENTINEL, np.uint32)
+        receive = tuple(dev.array(armed) for dev in devices)
         ends = [
             LamportWorkspace(
                 dev, rank, world, capacity, ranks_on_gpu(devices, rank), polling_blocks(devices, rank), receive,
-                dev.zeros((BLOCKS, 4), U32), armed(dev, (BUFFERS, BLOCKS)), PollLimit.create(dev, limit_ns),
+                dev.zeros((BLOCKS, 4), U32), PollLimit.create(dev, limit_ns),
             )
             for rank, dev in enumerate(devices)
         ]  # fmt: skip
         for dev in devices:
             dev.synchronize()
         return ends
-
-
-def armed(dev: Device, shape: Sequence[int]) -> Buffer:
-    """u32 memory full of sentinels."""
-    return dev.array(np.full(shape, SENTINEL, np.uint32))
 
 
 def allreduce_lamport(

@@ -201,28 +201,35 @@ def _allreduce_norm(world: SimWorld, rng: np.random.Generator) -> None:
     h is checked bit by bit; the normalised rows by being the same on all ranks and near the reference.
     """
     devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
-    D, rows = 8 * 35, (2, 0, 1)  # 35 packs: one or two blocks a row; 0: a plain sum of a few packs
+    D, rows = 8 * 35, (2, 0, 1)  # 35 packs a row; 0: a plain sum of a few packs
     ends = LamportWorkspace.create(devices, D // 8 * max(rows), limit_ns=0)
     pdl, g = bool(rng.integers(2)), f32_to_bf16(rng.uniform(-2, 2, D).astype(np.float32))
     weights = [device.array(g) for device in devices]
     for replay in range(2):
-        blocks = [int(rng.choice((32, 64))) for _ in rows]
+        shapes = [(int(rng.choice((32, 64))), int(rng.integers(1, 4))) for _ in rows]
         bits = [[payload(rng, T * D // 8 or 5) for T in rows] for _ in devices]
         bases = [rng.uniform(-4, 4, row.size).astype(np.float32) for row in bits[0]]
         inputs = [[device.array(row) for row in rank] for device, rank in zip(devices, bits, strict=True)]
         h = [[device.array(base) for base in bases] for device in devices]
+        sums = [[device.empty(base.shape, F32) for base in bases] for device in devices]
         outputs = [Outputs(device, [T * D or 8 for T in rows]) for device in devices]
 
         def queue(rank: int) -> None:
             for k, T in enumerate(rows):
+                block, across = shapes[k]  # noqa: B023
                 if not T:
-                    allreduce_lamport(ends[rank], h[rank][k], inputs[rank][k], add=True, block=blocks[k], pdl=pdl)  # noqa: B023
+                    allreduce_lamport(ends[rank], h[rank][k], inputs[rank][k], add=True, block=block, pdl=pdl)  # noqa: B023
                     continue
-                residual, out, inp = (b.view((T, D)) for b in (h[rank][k], outputs[rank].view(k), inputs[rank][k]))  # noqa: B023
-                allreduce_norm(ends[rank], residual, out, inp, weights[rank], 1e-6, block=blocks[k], pdl=pdl)  # noqa: B023
+                total = h if across == 1 else sums  # noqa: B023
+                buffers = (total[rank][k], outputs[rank].view(k), h[rank][k], inputs[rank][k])  # noqa: B023
+                to, out, old, inp = (b.view((T, D)) for b in buffers)
+                allreduce_norm(
+                    ends[rank], to, out, old, inp, weights[rank], 1e-6, block=block, row_blocks=across, pdl=pdl
+                )
 
         _start(world, rng, queue)
-        got = [[buffer.download() for buffer in rank] for rank in h]
+        in_place = [not T or across == 1 for T, (_, across) in zip(rows, shapes, strict=True)]
+        got = [[(h if own else sums)[r][k].download() for k, own in enumerate(in_place)] for r in range(world.ranks)]
         for k, T in enumerate(rows):
             want = bases[k] + rank_order_sum([rank[k] for rank in bits])
             for rank in range(world.ranks):

@@ -181,7 +181,7 @@ VARIANTS = {
             "allreduce_lamport",
             "allreduce_lamport",
             "the buffer is re-armed with this call's length: after a shorter call old words pass for new ones",
-            edits=(("  rearm(end, turn);\n", "  rearm(end, {turn.buffer, uint32_t(n), 0, 0});\n"),),
+            edits=(("  rearm(end, turn);\n", "  rearm(end, {turn.start, uint32_t(n), 0});\n"),),
         ),
         Variant(
             "first_thread_rotates",
@@ -205,8 +205,8 @@ VARIANTS = {
             "the rotation is read before griddep_wait: the previous call may not have advanced it yet",
             edits=(
                 (
-                    "  griddep_wait();\n  const Turn turn = read_turn(end);\n",
-                    "  const Turn turn = read_turn(end);\n  griddep_wait();\n",
+                    "  griddep_wait();\n  const Turn turn = read_turn(turns);\n",
+                    "  const Turn turn = read_turn(turns);\n  griddep_wait();\n",
                 ),
             ),
         ),

@@ -10,7 +10,7 @@ from conformance.kernel_cases import EPS, Case, Outputs, exact, fp32, rounded
 from conformance.machines import LIMIT_NS, Machine
 from kernel_reference import bf16_input
 
-from qwen_raw.device import BF16, U32
+from qwen_raw.device import BF16, F32, U32
 from qwen_raw.kernels import allreduce_flag, allreduce_lamport, allreduce_twoshot, signal
 from qwen_raw.kernels.allreduce_host import allreduce_host as read_and_sum
 from qwen_raw.kernels.allreduce_host import load
@@ -47,7 +47,7 @@ def allreduce(name: str, workspace: Any, reduce: Callable[..., None], add: bool,
 
 
 def allreduce_norm(world: int) -> Case:
-    """h in every bit. The norm goes through fma and rsqrtf."""
+    """The sum in every bit. The norm goes through fma and rsqrtf."""
     entry = f"allreduce_norm_bf16_r{WORLDS[world]}"
 
     def run(machine: Machine, rng: np.random.Generator) -> Outputs:
@@ -55,16 +55,19 @@ def allreduce_norm(world: int) -> Case:
         g, calls = bf16_input(rng, D)[0], []
         for T in (1, 3, 2):
             base, inputs = fp32(rng, T, D), [bf16_input(rng, T, D)[0] for _ in machine.ranks]
-            buffers = [(rank.array(base), rank.zeros((T, D), BF16), rank.array(g)) for rank in machine.ranks]
+            buffers = [
+                (rank.zeros((T, D), F32), rank.zeros((T, D), BF16), rank.array(base), rank.array(g))
+                for rank in machine.ranks
+            ]
             calls.append([(*own, rank.array(x)) for rank, own, x in zip(machine.ranks, buffers, inputs, strict=True)])
         with machine.together(("allreduce_norm", entry)):
             for call in calls:
-                for end, (h, out, weight, inp) in zip(ends, call, strict=True):
-                    reduce_and_norm(end, h, out, inp, weight, EPS, block=32)
+                for end, (total, out, h, weight, inp) in zip(ends, call, strict=True):
+                    reduce_and_norm(end, total, out, h, inp, weight, EPS, block=64, row_blocks=3)
         results: Outputs = {}
         for i, call in enumerate(calls):
-            for r, (h, out, _, _) in enumerate(call):
-                results[f"call {i}, rank {r}: h"] = exact(h.download())
+            for r, (total, out, *_) in enumerate(call):
+                results[f"call {i}, rank {r}: sum"] = exact(total.download())
                 results[f"call {i}, rank {r}: norm"] = rounded(out.download())
                 np.testing.assert_array_equal(out.download(), call[0][1].download())
         return results
