@@ -83,8 +83,8 @@ DEVICE void griddep_launch() {
 #endif
 }
 
-// The pointer is in a register from here on. Without it the compiler computes an address where it is first used, which after griddep_wait
-// is on the critical path.
+// The address is a value in a register of each thread from here on: neither recomputed where it is used, nor, where all threads' are equal,
+// turned into a uniform one, which makes the thread wait for what it depends on.
 template <class T>
 DEVICE void settle(T*& p) { asm volatile("" : "+l"(p)); }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qwen_raw.comm.host import Host
+from qwen_raw.comm.topology import require_links
 from qwen_raw.device import Buffer, Device
 from qwen_raw.errors import UsageError, require
 from qwen_raw.kernels.allreduce_flag import FlagWorkspace, allreduce_flag
@@ -48,9 +49,12 @@ def create_reducers(devices: Sequence[Device], *, path: str, elements: int, limi
 
     `devices`: one a rank; ranks may share a GPU. `path`: one of PATHS, or "auto". `elements`: of the longest message;
     shorter ones may follow each other in any order. `limit_ns`: a rank that waits longer for another ends its launch
-    with an error; 0: never. Raises UsageError for a path that there is not, QwenRawError for GPUs without a peer path.
+    with an error; 0: never. Raises UsageError for a path that there is not, QwenRawError for GPUs without a peer path,
+    or with one that loses what crosses it.
     """
     require(elements > 0, f"messages of {elements} elements")
+    if all(dev.kind == "cuda" for dev in devices):
+        require_links(devices)
     packs = -(-elements // PACK)
     if path == "auto":
         path = "lamport" if packs * 16 < ONE_SHOT_BYTES else "twoshot"

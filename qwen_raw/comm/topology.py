@@ -70,9 +70,9 @@ def verify(source: Device, target: Device) -> str | None:
                 source,
                 target,
                 wrongs[0],
-                f"words that GPU {source.ordinal} stored at GPU {target.ordinal} did not arrive",
+                f"words stored by GPU {source.ordinal} did not arrive at GPU {target.ordinal}",
             ),
-            (target, source, wrongs[1], f"words that GPU {source.ordinal} loaded from GPU {target.ordinal} were wrong"),
+            (target, source, wrongs[1], f"words loaded by GPU {source.ordinal} from GPU {target.ordinal} were wrong"),
         ):
             seed += 1
             store_pattern(writer, part, seed)

@@ -284,6 +284,7 @@ PTX = [
     *(copies(name, 4) for name in ("ld_stream_v4", "ld_global_v4", "prefetch_l2", "ld_volatile_v4", "st_volatile_v4")),
     copies("ld_global_f4", 4, F32),
     *(copies(name, 1) for name in ("ld_volatile_u32", "ld_acquire_sys_u32", "st_volatile_u32", "st_release_sys_u32")),
+    copies("settle", 1),
     copies("st_release_sys_u64", 1, U64),
     Probe("st_release_sys_u64", host_words, "host"),
     Probe("red_release_sys_add_u32", reduction),

@@ -25,6 +25,13 @@ KERNEL(256) void probe_prefetch_l2(uint4* out, const uint4* in, int n) {
   }
   for EACH(i, n) out[i] = in[i];
 }
+KERNEL(256) void probe_settle(uint32_t* out, const uint32_t* in, int n) {
+  for EACH(i, n) {
+    const uint32_t* from = in + i;
+    settle(from);
+    out[i] = *from;
+  }
+}
 KERNEL(256) void probe_ld_volatile_u32(uint32_t* out, const uint32_t* in, int n) {
   for EACH(i, n) out[i] = ld_volatile_u32(in + i);
 }

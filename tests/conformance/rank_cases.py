@@ -15,6 +15,7 @@ from qwen_raw.kernels import allreduce_flag, allreduce_lamport, allreduce_twosho
 from qwen_raw.kernels.allreduce_host import allreduce_host as read_and_sum
 from qwen_raw.kernels.allreduce_host import load
 from qwen_raw.kernels.allreduce_norm import allreduce_norm as reduce_and_norm
+from qwen_raw.kernels.peercheck import count_wrong, store_pattern
 from qwen_raw.kernels.sample import Sampler, sample
 
 MESSAGES = (40, 1, 17, 3)  # packs
@@ -90,6 +91,26 @@ def allreduce_host(world: int) -> Case:
     return Case(entry, run, world)
 
 
+def run_peercheck(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """What one rank stores, the other counts, both ways; then a word is spoilt, and the wrong seed is asked for."""
+    (one, two), seed = machine.ranks, int(rng.integers(1 << 32))
+    data, counts = two.zeros((4 * 300,), U32), []
+    one.enable_peer(two)
+    for writer, reader in ((one, two), (two, one)):
+        for spoilt, asked in ((False, seed), (True, seed), (False, seed ^ 1)):
+            store_pattern(writer, data, seed)
+            machine.finish()
+            stored = data.download()
+            if spoilt:
+                data.view((1,), 77).upload(stored[77:78] ^ np.uint32(1))
+            machine.finish()
+            wrong = reader.zeros((1,), U32)
+            count_wrong(reader, wrong, data, asked)
+            counts.append(wrong.download())
+    assert [int(n[0]) for n in counts[:2]] == [0, 1] and int(counts[2][0]) > 1190
+    return {"pattern": exact(stored), "wrong": exact(np.array(counts))}
+
+
 def run_sample_ranks(machine: Machine, rng: np.random.Generator) -> Outputs:
     """The same between ranks that hold some rows each: all end in the same state, and post the same."""
     parts = [range(0, 301), range(301, 700)]
@@ -142,6 +163,8 @@ def rank_cases() -> list[Case]:
         *(allreduce(*reduce, add, world) for reduce in reduces for add in (False, True) for world in WORLDS),
         *map(allreduce_norm, WORLDS),
         *map(allreduce_host, WORLDS),
+        Case("peercheck_store_u32", run_peercheck, ranks=2),
+        Case("peercheck_count_u32", run_peercheck, ranks=2),
         Case("signal_put", run_signal),
         Case("signal_take", run_signal),
         Case("sample_ranks_f32", run_sample_ranks, ranks=2),

@@ -61,6 +61,7 @@ R cuDevicePrimaryCtxRetain(void** c, int d) { NOTE("%d", d); *c = (void*)(uintpt
 R cuDevicePrimaryCtxRelease_v2(int d) { NOTE("%d", d); return 0; }
 R cuCtxSetCurrent(void* c) { context_set = (int)(uintptr_t)c - 0x100; return 0; }
 R cuCtxEnablePeerAccess(void* c, unsigned f) { NOTE("%d %d", context_set, (int)(uintptr_t)c - 0x100); return 0; }
+R cuDeviceGetP2PAttribute(int* v, int kind, int a, int b) { *v = kind == 3; return 0; }  // native atomics
 R cuDeviceCanAccessPeer(int* ok, int a, int b) { *ok = 1; return 0; }
 R cuMemAlloc_v2(Ptr* p, size_t n) { UNSAFE; NOTE("%zu", n); *p = (Ptr)(uintptr_t)malloc(n); return 0; }
 R cuMemFree_v2(Ptr p) { UNSAFE; NOTE("%d", context_set); free((void*)(uintptr_t)p); return 0; }

@@ -13,7 +13,7 @@ from qwen_raw.device import F32, I32, U32
 from qwen_raw.driver.check import DriverError
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.driver.launch import CudaKernel, ParamLayout
-from qwen_raw.driver.probe import probe
+from qwen_raw.driver.probe import peer_paths, probe
 from qwen_raw.driver.stream import Wait
 from qwen_raw.errors import QwenRawError, UsageError
 
@@ -333,6 +333,11 @@ def scenario_probe(fake: Fake) -> None:
     machine = probe()
     assert [g.peers for g in machine.gpus] == [(1,), (0,)] and machine.cuda == "13.0" and machine.problem is None
     assert machine.gpus[1].name == "Fake GPU" and machine.gpus[1].capability == (9, 0)
+    paths = peer_paths([1, 0])
+    assert [(p.source, p.target, p.access, p.native_atomics, p.performance_rank) for p in paths] == [
+        (1, 0, True, True, 0),
+        (0, 1, True, True, 0),
+    ]
     assert not [c for c in fake.calls() if "Ctx" in c]
 
 
