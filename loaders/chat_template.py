@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from loaders.config_json import read_json
+from loaders.config_json import read_json, read_text
 from loaders.tokenizer import Tokenizer
 from qwen_raw.errors import QwenRawError, UsageError
 
@@ -170,7 +170,7 @@ def _template(folder: Path | None) -> tuple[str, dict[str, str]]:
         token = values.get(name)
         variables[name] = (token.get("content") if isinstance(token, dict) else token) or ""
     if folder and (folder / "chat_template.jinja").exists():  # newer, and first in transformers too
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8"), variables
+        return read_text(folder / "chat_template.jinja"), variables
     source = values.get("chat_template") or DEFAULT_TEMPLATE
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}

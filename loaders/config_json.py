@@ -20,13 +20,21 @@ YARN_KEYS = {
 }
 
 
+def read_text(path: Path) -> str:
+    """A UTF-8 file. QwenRawError when it cannot be read or is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise QwenRawError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise QwenRawError(f"{path} is not UTF-8 (byte {error.start})") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds one object. QwenRawError when it cannot be read or is not one."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise QwenRawError(f"cannot read {path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise QwenRawError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise QwenRawError(f"{path} holds a {type(value).__name__}, expected a JSON object")
@@ -246,7 +254,8 @@ def _tokenizer_eos(folder: Path) -> tuple[int, ...]:
             if isinstance(entry, dict) and entry.get("content") == text and key.isdecimal():
                 return (int(key),)
     if (folder / "tokenizer.json").exists():
-        for entry in read_json(folder / "tokenizer.json").get("added_tokens") or []:
-            if entry.get("content") == text:
-                return (int(entry["id"]),)
+        listed = read_json(folder / "tokenizer.json").get("added_tokens")
+        for entry in listed if isinstance(listed, list) else []:  # what is malformed here, load_tokenizer refuses
+            if isinstance(entry, dict) and entry.get("content") == text and type(entry.get("id")) is int:
+                return (entry["id"],)
     return ()

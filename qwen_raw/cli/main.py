@@ -35,9 +35,13 @@ def _dispatch(argv: Sequence[str]) -> int:
         known = ", ".join(commands.choices)
         raise UsageError(f"{argv[0]!r} is not a command: begin with one of {known} (see qwen-raw --help)")
     try:
-        args = parser.parse_args(hyphenate(argv))
+        args, unknown = parser.parse_known_args(hyphenate(argv))
     except SystemExit as stop:  # argparse ends --help and --version so
         return int(stop.code or 0)
+    if unknown:
+        words = "prompt" in args and not any(word.startswith("-") for word in unknown)
+        hint = "; a prompt of several words needs quotes" if words else ""
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{hint} (see qwen-raw {argv[0]} --help)")
     if "run" not in args:
         parser.print_help()
         return 0

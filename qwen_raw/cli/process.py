@@ -60,6 +60,8 @@ def _said(error: OSError) -> str:
     what = error.strerror or str(error)
     if error.filename is not None:
         return f"{error.filename}: {what}"
+    if error.errno is None:  # not from the system: the dynamic linker's, for one, which names the file
+        return what
     if error.errno == errno.ENOMEM:
         return f"not enough memory: {what}"
     return f"the output cannot be written: {what}"

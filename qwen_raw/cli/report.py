@@ -8,6 +8,7 @@ from qwen_raw import __version__
 from qwen_raw.cli.status import Status
 from qwen_raw.engine import Completion, Engine
 from qwen_raw.generation.stream import Request
+from qwen_raw.observe.stats import counted
 
 
 def describe(engine: Engine, request: Request, status: Status, *, chat: bool) -> None:
@@ -25,7 +26,8 @@ def describe(engine: Engine, request: Request, status: Status, *, chat: bool) ->
         status.line(f"note: {note}")
     if request.params.seed is not None and request.seed is None:
         status.line(f"note: greedy draws nothing, so seed {request.params.seed} has no effect; --temp 1 would draw")
-    status.line(f"prompt {len(request.ids)} tokens{' in the chat template' if chat else ''} · {_sampling(request)}")
+    template = " in the chat template" if chat else ""
+    status.line(f"prompt {counted(len(request.ids))}{template} · {_sampling(request)}")
     if request.max_tokens == 0:
         status.line(f"note: the prompt fills the context of {runner.max_model_len}, there is no room to generate")
 

@@ -43,7 +43,7 @@ class Stats:
 
     def line(self) -> str:
         """One line: TTFT, tok/s and how it is reckoned, GB/s, host syncs, logits hash."""
-        parts = [f"TTFT {_number(self.prompt_s, 1e3)} ms for {self.prompt_tokens} tokens"]
+        parts = [f"TTFT {_number(self.prompt_s, 1e3)} ms for {counted(self.prompt_tokens)}"]
         if self.decode_tps is not None and self.decode_s is not None:
             after = self.completion_tokens - 1
             parts.append(f"{self.decode_tps:.1f} tok/s ({after} after the first in {self.decode_s:.3f} s)")
@@ -100,6 +100,11 @@ class Stopwatch:
         if self._first is None or self._last is None or self._last <= self._first:
             return None
         return self._last - self._first
+
+
+def counted(tokens: int) -> str:
+    """ "1 token", "2 tokens"."""
+    return f"{tokens} token{'' if tokens == 1 else 's'}"
 
 
 def _number(value: float | None, scale: float) -> str:

@@ -43,7 +43,8 @@ USAGE = [
     (["-p", "a", "--stop", ""], "a stop string is empty"),
     (["-p", "a", "--system", "b"], "--system needs --chat"),
     (["-p"], "argument -p/--prompt: expected one argument"),
-    (["-p", "a", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+    (["-p", "a", "--frobnicate"], "unrecognized arguments: --frobnicate (see qwen-raw generate --help)"),
+    (["to", "be"], "unrecognized arguments: be; a prompt of several words needs quotes (see qwen-raw generate --help)"),
     (["-p", "a", "--quiet", "--verbose"], "not allowed with argument"),
     (["-p", "\udcff"], "argument -p/--prompt: the text is not UTF-8"),
 ]

@@ -219,3 +219,9 @@ def test_failing_templates(tmp_path: Path, source: str) -> None:
     with pytest.raises(QwenRawError) as caught:
         render_chat(path, [message("user", "a")])
     assert type(caught.value) is kind and text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_template_that_is_no_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(QwenRawError, match=r"chat_template.jinja is not UTF-8 \(byte 3\)"):
+        encode_chat(tokenizer, tmp_path, [{"role": "user", "content": "a"}])

@@ -186,6 +186,9 @@ def test_eos_is_a_union(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config={"eos_token": {"content": "<|other|>"}})
     write(tmp_path, tokenizer={"added_tokens": [{"id": 42, "content": "<|other|>"}]})
     assert load_config(tmp_path).eos_ids == (45, 43, 42)
+    for malformed in (5, "x", [5], [None], [{"content": "<|other|>"}], [{"content": "<|other|>", "id": "42"}]):
+        write(tmp_path, tokenizer={"added_tokens": malformed})
+        assert load_config(tmp_path).eos_ids == (45, 43)
     write(tmp_path, tokenizer_config={"eos_token": None})
     assert load_config(tmp_path).eos_ids == (45, 43)
 
@@ -208,8 +211,11 @@ def test_generation_defaults(tmp_path: Path) -> None:
         load_generation_defaults(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[1]", "holds a list, expected")])
-def test_broken_json(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "config.json").write_text(text)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(b"{", "is not valid JSON"), (b"[1]", "holds a list, expected"), (b'{"a\xff', r"is not UTF-8 \(byte 3\)")],
+)
+def test_broken_json(tmp_path: Path, text: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(QwenRawError, match=message):
         load_config(tmp_path)

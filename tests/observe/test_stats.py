@@ -39,6 +39,7 @@ def test_nothing_measured_is_said_not_invented() -> None:
     assert "1 generated, too few for tok/s" in one.line()
     none = replace(STATS, completion_tokens=0, prompt_s=None, decode_s=None, logits_hash=None)
     assert none.line() == "TTFT - ms for 100 tokens · 0 generated, too few for tok/s · host syncs 1 · logits -"
+    assert replace(none, prompt_tokens=1).line().startswith("TTFT - ms for 1 token · ")
     assert none.as_dict()["prompt_tps"] is None
 
 
