@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.allreduce_parts import parts_of
 from bench.common import RESULTS, command, environment, save
-from qwen_raw.cli.arguments import Parser, positive
+from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.comm.reduce import Lamport, Reducer, create_reducers
 from qwen_raw.device import BF16, F32
 from qwen_raw.driver.device import CudaDevice
@@ -187,9 +187,9 @@ def measured(path: str, nbytes: int) -> bool:
     return nbytes <= most.get(path, nbytes)
 
 
-def nccl(ordinals: Sequence[int], sizes: Sequence[int], calls: int, repeats: int) -> list[Figure]:
+def nccl(devices: Sequence[int], sizes: Sequence[int], calls: int, repeats: int) -> list[Figure]:
     """NCCL's figures, from a process of its own (bench/peers/nccl.py); none, with the reason, where it does not run."""
-    request = ["--devices", ",".join(map(str, ordinals)), "--calls", str(calls), "--repeats", str(repeats)]
+    request = ["--devices", ",".join(map(str, devices)), "--calls", str(calls), "--repeats", str(repeats)]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "bench.peers.nccl", *request, "--bytes", *map(str, sizes)],
@@ -206,7 +206,7 @@ def nccl(ordinals: Sequence[int], sizes: Sequence[int], calls: int, repeats: int
 
 def main() -> int:
     parser = Parser("python -m bench.allreduce", description="all-reduce latency by path and size")
-    parser.add_argument("--devices", default="0,1", help="the GPU of each rank, as 0,1")
+    parser.add_argument("--devices", type=ordinals, default=[0, 1], help="the GPU of each rank, as 0,1")
     parser.add_argument("--bytes", nargs="+", type=positive, default=list(BYTES))
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS)
     parser.add_argument("--calls", type=positive, default=500, help="in a graph")
@@ -215,11 +215,10 @@ def main() -> int:
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)
     a = parser.parse_args()
-    ordinals = [int(n) for n in a.devices.split(",")]
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        ranks = Ranks([stack.enter_context(CudaDevice(n)) for n in ordinals])
-        env = environment(ranks.devices[0], a.commit) | {"devices": ordinals}
+        ranks = Ranks([stack.enter_context(CudaDevice(n)) for n in a.devices])
+        env = environment(ranks.devices[0], a.commit) | {"devices": a.devices}
         for nbytes in a.bytes:
             for path in a.paths:
                 if not measured(path, nbytes):
@@ -234,7 +233,7 @@ def main() -> int:
                 print(parts.line(), flush=True)
                 rows.append(asdict(parts))
     if not a.no_nccl:
-        for figure in nccl(ordinals, a.bytes, a.calls, a.repeats):
+        for figure in nccl(a.devices, a.bytes, a.calls, a.repeats):
             print(figure.line())
             rows.append(asdict(figure))
     save("allreduce", env, rows, a.output)

@@ -75,6 +75,14 @@ def _at_least(least: int, text: str) -> int:
     return value
 
 
+def ordinals(text: str) -> list[int]:
+    """GPU numbers with commas between, one a rank: 0,1."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of GPU numbers such as 0,1")
+    return [int(word) for word in words]
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, where it runs and how: the same for every command that loads one."""
     group = parser.add_argument_group("model")

@@ -21,7 +21,10 @@ def test_a_wrong_request_is_one_line(bench: str) -> None:
     assert re.search(r"^    command\(main\)$", source, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("bench", "words"), [("torture", "--seeds 0"), ("decode", "--tokens -1"), ("gemv", "--tp x")])
+@pytest.mark.parametrize(
+    ("bench", "words"),
+    [("torture", "--seeds 0"), ("decode", "--tokens -1"), ("gemv", "--tp x"), ("allreduce", "--devices 0,x")],
+)
 def test_a_wrong_value_is_one_line(bench: str, words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"bench.{bench}", *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=120
