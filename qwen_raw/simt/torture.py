@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -197,12 +198,26 @@ def replay(setting: Setting, seed: int, events: int = SHOWN) -> int:
     return 1
 
 
+def rows_of(path: Path) -> list[Any]:
+    """The reports that `path` holds already; none where there is no such file. Raises UsageError for any other file."""
+    if not path.exists():
+        return []
+    try:
+        file = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ValueError:  # not UTF-8, not JSON
+        file = None
+    rows = file.get("rows") if isinstance(file, dict) else None
+    if not isinstance(rows, list):
+        raise UsageError(f"--json {path} is there and is no file of reports: name another")
+    return rows
+
+
 def add_to_json(path: Path, report: Report, compiler: str) -> None:
     """Append a row to `path`, together with what it was run on."""
-    file = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    rows = rows_of(path)
     where = {"compiler": compiler, "machine": platform.machine(), "python": platform.python_version()}
     row = asdict(report) | where | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    path.write_text(json.dumps({"rows": [*file["rows"], row]}, indent=1) + "\n")
+    path.write_text(json.dumps({"rows": [*rows, row]}, indent=1) + "\n")
 
 
 def _parser() -> Parser:
@@ -251,8 +266,10 @@ def _check_arguments(a: argparse.Namespace) -> None:
         raise UsageError("--seeds, --jobs and --events are at least 1")
     if a.first_seed < 0 or (a.replay is not None and a.replay < 0):
         raise UsageError("a seed is at least 0")
-    if a.json and (a.json.is_dir() or not a.json.resolve().parent.is_dir()):
-        raise UsageError(f"--json {a.json}: name a file in a folder that exists")
+    if a.json:
+        rows_of(a.json)
+        if not a.json.resolve().parent.is_dir():
+            raise UsageError(f"--json {a.json}: name a file in a folder that exists")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
