@@ -25,9 +25,10 @@ STEPS = 64
 
 def stage_bytes(runner: DeviceRunner, stage: str, context: int) -> int:
     """Bytes that one step reads for a stage."""
-    layers = runner.weights.layers
+    weights = runner.ranks[0].weights
+    layers = weights.layers
     if stage == "head":
-        return runner.weights.head.nbytes
+        return weights.head.nbytes
     if stage == "attn":
         return runner.config.kv_bytes_per_token() * (context + STEPS // 2)
     if stage == "gate_up":
@@ -41,7 +42,7 @@ def step_us(dev: CudaDevice, runner: DeviceRunner, options: StepOptions, context
     """Median microseconds of a step with `options`, replayed back to back."""
     step = runner.capture_step(options)
     timing = time_ms(dev, lambda: runner.replay(context, STEPS, step), repeats=5)
-    step.graph.close()
+    step.close()
     return timing.median * 1e3 / STEPS
 
 
@@ -56,7 +57,7 @@ def measure(
         f"{model} {runner.dtype}, context {context}, blocks/SM {blocks or 'default'}: "
         f"{whole:.1f} µs, {1e6 / whole:.1f} tok/s"
     )
-    for stage in STAGES:
+    for stage in (s for s in STAGES if s != "reduce"):  # one GPU
         us = whole - step_us(dev, runner, StepOptions(skip=frozenset({stage}), blocks_per_sm=blocks), context)
         nbytes, calls = (
             stage_bytes(runner, stage, context),

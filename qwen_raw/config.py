@@ -42,15 +42,16 @@ class ModelConfig:
         """Query heads that share one KV head."""
         return self.H // self.KV
 
-    def legal_tp(self) -> tuple[int, ...]:
-        """Tensor-parallel degrees 1…8 under which no rank's query heads straddle two KV heads.
+    def legal_tp(self, pack: int = 8) -> tuple[int, ...]:
+        """Tensor-parallel degrees 1…8 that this model can be split into.
 
-        H % tp == 0, and KV % tp == 0 or tp % KV == 0 (KV heads are then replicated); I % tp == 0.
+        A rank's query heads must not straddle two KV heads: H % tp == 0, and KV % tp == 0 or tp % KV == 0 (KV heads are
+        then replicated). A rank's share of I must be whole packs of `pack` weights, 16 bytes: 8 in bf16, 16 in fp8.
         """
         return tuple(
             tp
             for tp in range(1, 9)
-            if self.H % tp == 0 and (self.KV % tp == 0 or tp % self.KV == 0) and self.I % tp == 0
+            if self.H % tp == 0 and (self.KV % tp == 0 or tp % self.KV == 0) and (tp == 1 or self.I % (tp * pack) == 0)
         )
 
     def linear_params(self) -> int:

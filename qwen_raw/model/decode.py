@@ -5,37 +5,58 @@ captured once and replayed. Five launches a layer:
 
     norm + QKV + bias + RoPE + KV append · attention · O + residual · norm + gate/up + SwiGLU · down + residual
 
-and around them the embedding, norm + LM head, and the choice of the id.
+and around them the embedding, norm + LM head, and the choice of the id. Under tensor parallelism O and down end in a
+sum over ranks (qwen_raw/model/residual.py).
+
+A step is a generator: it yields after every such sum, so that one thread can keep the ranks level (`level`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import Buffer, Device
+from qwen_raw.errors import UsageError
 from qwen_raw.kernels.attn_decode import attn_decode
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
 from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
 from qwen_raw.kernels.sample import sample
+from qwen_raw.model.residual import Residual
 from qwen_raw.model.state import DecodeBuffers, KVCache
 from qwen_raw.model.weights import Layer, Weights
 
-STAGES = ("embed", "qkv", "attn", "o", "gate_up", "down", "head", "sample")
+STAGES = ("embed", "qkv", "attn", "o", "gate_up", "down", "reduce", "head", "sample")
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How a step is launched. All but the default is for benches and tests."""
+    """How a step is launched. All but the default is for benches and tests. Raises UsageError for an unknown stage."""
 
     skip: frozenset[str] = frozenset()  # stages left out: what a step costs without one is what that one costs
     blocks_per_sm: int | None = None  # of the matrix-vector products; None: the launchers' choice
     pdl: bool = True  # dependent launches: blocks start while the previous kernel drains and wait inside (griddep_wait)
 
+    def __post_init__(self) -> None:
+        unknown = sorted(self.skip - set(STAGES))
+        if unknown:
+            raise UsageError(f"a step has no stage {', '.join(unknown)}: it has {', '.join(STAGES)}")
+
 
 DEFAULT = StepOptions()
+
+
+def level(steps: Iterable[Iterator[None]]) -> None:
+    """Run the steps of all ranks, each to its next sum over ranks before any goes beyond it.
+
+    A stream takes about a thousand launches and then makes the host wait; a rank that got so far ahead of one that has
+    not been queued would wait for it for ever.
+    """
+    for _ in zip(*steps, strict=True):
+        pass
 
 
 def decode_layer(
@@ -47,8 +68,9 @@ def decode_layer(
     rope: Buffer,
     b: DecodeBuffers,
     gemv: Gemv,
+    residual: Residual,
     options: StepOptions,
-) -> None:
+) -> Iterator[None]:
     """b.h [D] → b.h [D], appending K and V of the token at b.sampler.pos."""
     pos, skip, pdl = b.sampler.pos, options.skip, options.pdl
     if "qkv" not in skip:
@@ -56,11 +78,17 @@ def decode_layer(
     if "attn" not in skip:
         attn_decode(dev, b.attn.view((c.H, c.HD)), b.q, k_cache, v_cache, pos, b.workspace, pdl=pdl)
     if "o" not in skip:
-        gemv.add(dev, b.h, b.attn, layer.o, pdl=pdl)
+        residual.product(gemv, b.h, b.attn, layer.o, pdl=pdl)
+    if "reduce" not in skip:
+        residual.reduce(b.h, pdl=pdl)
+    yield
     if "gate_up" not in skip:
         gemv.swiglu(dev, b.act, b.h, layer.norm2, layer.gate, layer.up, c.rms_eps, pdl=pdl)
     if "down" not in skip:
-        gemv.add(dev, b.h, b.act, layer.down, pdl=pdl)
+        residual.product(gemv, b.h, b.act, layer.down, pdl=pdl)
+    if "reduce" not in skip:
+        residual.reduce(b.h, pdl=pdl)
+    yield
 
 
 def lm_head(dev: Device, c: ModelConfig, w: Weights, h: Buffer, logits: Buffer, *, pdl: bool = False) -> None:
@@ -75,8 +103,9 @@ def decode_step(
     cache: KVCache,
     rope: Buffer,
     b: DecodeBuffers,
+    residual: Residual,
     options: StepOptions = DEFAULT,
-) -> None:
+) -> Iterator[None]:
     """Queue one step. Without the "sample" stage the state stays as it is and the logits are in b.logits."""
     gemv, head = (GEMV_FP8 if w.fp8 else GEMV_BF16), GEMV_BF16
     if options.blocks_per_sm is not None:
@@ -85,7 +114,7 @@ def decode_step(
     if "embed" not in options.skip:
         embed(dev, b.h.view((1, c.D)), w.embed, b.sampler.token, pdl=options.pdl)
     for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
-        decode_layer(dev, c, layer, k, v, rope, b, gemv, options)
+        yield from decode_layer(dev, c, layer, k, v, rope, b, gemv, residual, options)
     if "head" not in options.skip:
         head.logits(dev, b.logits, b.h, w.norm, w.head, c.rms_eps, pdl=options.pdl)
     if "sample" not in options.skip:

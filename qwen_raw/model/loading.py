@@ -1,8 +1,13 @@
-"""Checkpoint tensors → device buffers: files are uploaded, synthetic tensors made in place, bf16 may become fp8."""
+"""Checkpoint tensors → device buffers: files are uploaded, synthetic tensors made in place, bf16 may become fp8.
+
+A rank takes a `Part` of each matrix. Of a file it reads that part only, with one exception: rounding to fp8 takes the
+scale of a row from the whole row, so that a model has the same weights however many ranks share it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +21,7 @@ from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.quantize import quantize_rows
-from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
+from qwen_raw.kernels.synthetic import Window, synthetic_bf16, synthetic_e4m3
 
 
 class LinearLike(Protocol):
@@ -40,6 +45,41 @@ class CheckpointLike(Protocol):
     def linear(self, name: str) -> LinearLike: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows and columns of the matrix `name`, which has `shape` [N, K] in the checkpoint."""
+
+    name: str
+    shape: tuple[int, int]
+    rows: range
+    columns: range
+
+    @staticmethod
+    def of_rows(name: str, shape: tuple[int, int], rows: range) -> Part:
+        return Part(name, shape, rows, range(shape[1]))
+
+    @staticmethod
+    def of_columns(name: str, shape: tuple[int, int], columns: range) -> Part:
+        return Part(name, shape, range(shape[0]), columns)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return len(self.rows), len(self.columns)
+
+    @property
+    def window(self) -> Window:
+        return Window(self.rows.start * self.shape[1] + self.columns.start, len(self.columns), self.shape[1])
+
+    def whole_rows(self) -> Part:
+        """The same rows in their full length."""
+        return Part.of_rows(self.name, self.shape, self.rows)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of a tensor, as bits that are read when they are asked for."""
+        rows, columns = slice(self.rows.start, self.rows.stop), slice(self.columns.start, self.columns.stop)
+        return replace(tensor, shape=self.size, load=lambda: tensor.load()[rows, columns], synthetic=None)
+
+
 class WeightLoader:
     """Moves a checkpoint to one device, tensor by tensor, and reports progress in bytes."""
 
@@ -53,47 +93,53 @@ class WeightLoader:
     def vector(self, name: str, n: int) -> Buffer:
         """A norm weight, bf16 [n]."""
         buffer = self.dev.empty((n,), BF16)
-        self._fill_bf16(buffer, self._tensor(name, (n,)))
+        buffer.upload(self._tensor(name, (n,)).bf16())
+        self._advance(buffer.nbytes)
         return buffer
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> Buffer:
-        """The embedding or the LM head, bf16 whatever the linears are."""
-        buffer = self.dev.empty(shape, BF16)
-        self._fill_bf16(buffer, self._tensor(name, shape))
+    def matrix(self, part: Part) -> Buffer:
+        """Part of the embedding or of the LM head, bf16 whatever the linears are."""
+        buffer = self.dev.empty(part.size, BF16)
+        self._fill_bf16(buffer, self._tensor(part.name, part.shape), part)
+        self._advance(buffer.nbytes)
         return buffer
 
-    def linear(self, names: Sequence[str], rows: Sequence[int], K: int) -> Linear:
-        """The named linears stacked by rows: [sum(rows), K], bf16 or e4m3 with scales [sum(rows)]."""
-        N = sum(rows)
+    def linear(self, parts: Sequence[Part]) -> Linear:
+        """The parts stacked by rows: [N, K], bf16 or e4m3 with scales [N]. Names without ".weight"."""
+        N, K = sum(len(part.rows) for part in parts), len(parts[0].columns)
         weight = self.dev.empty((N, K), E4M3 if self.fp8 else BF16)
         scale = self.dev.empty((N,), F32) if self.fp8 else None
         first = 0
-        for name, n in zip(names, rows, strict=True):
-            source = self.checkpoint.linear(name)
-            if source.weight.shape != (n, K):
-                raise QwenRawError(f"{name}.weight is {list(source.weight.shape)}, the config says [{n}, {K}]")
-            part = weight.view((n, K), first * K)
+        for part in parts:
+            source = self.checkpoint.linear(part.name)
+            if source.weight.shape != part.shape:
+                raise QwenRawError(
+                    f"{part.name}.weight is {list(source.weight.shape)}, the config says {list(part.shape)}"
+                )
+            target = weight.view(part.size, first * K)
             if scale is None:
-                self._fill_linear_bf16(part, source)
+                self._fill_linear_bf16(target, source, part)
             else:
-                self._fill_linear_fp8(part, scale.view((n,), first), source)
-            first += n
+                self._fill_linear_fp8(target, scale.view((len(part.rows),), first), source, part)
+            self._advance(target.nbytes)
+            first += len(part.rows)
         return Linear(weight, scale)
 
-    def biases(self, names: Sequence[str], rows: Sequence[int]) -> Buffer:
-        """The named linears' biases end to end, f32 [sum(rows)]; zeros where a linear has none."""
-        parts = []
-        for name, n in zip(names, rows, strict=True):
-            bias = self.checkpoint.linear(name).bias
-            parts.append(np.zeros(n, np.float32) if bias is None else bias)
-        return self.dev.array(np.concatenate(parts).astype(np.float32))
+    def biases(self, parts: Sequence[Part]) -> Buffer:
+        """The parts' biases end to end, f32 [N]; zeros where a linear has none."""
+        pieces = []
+        for part in parts:
+            bias = self.checkpoint.linear(part.name).bias
+            rows = slice(part.rows.start, part.rows.stop)
+            pieces.append(np.zeros(len(part.rows), np.float32) if bias is None else bias[rows])
+        return self.dev.array(np.concatenate(pieces).astype(np.float32))
 
     def finish(self) -> None:
         """Free the staging memory; report the whole."""
         self._staging = None
         self.dev.synchronize()
-        if self._progress is not None:
-            self._progress("weights", self._total, self._total)
+        self._done = self._total
+        self._advance(0)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.checkpoint.tensors.get(name)
@@ -103,45 +149,40 @@ class WeightLoader:
             raise QwenRawError(f"{name} is {list(tensor.shape)}, the config says {list(shape)}")
         return tensor
 
-    def _fill_bf16(self, buffer: Buffer, tensor: Tensor) -> None:
+    def _fill_bf16(self, buffer: Buffer, tensor: Tensor, part: Part) -> None:
         s = tensor.synthetic
         if s is not None and tensor.dtype == "BF16":
-            synthetic_bf16(self.dev, buffer, s.tid, s.seed, s.bound)
+            synthetic_bf16(self.dev, buffer, s.tid, s.seed, s.bound, part.window)
         else:
-            buffer.upload(tensor.bf16())
-        self._advance(buffer.nbytes)
+            buffer.upload(part.of(tensor).bf16())
 
-    def _fill_linear_bf16(self, buffer: Buffer, source: LinearLike) -> None:
+    def _fill_linear_bf16(self, buffer: Buffer, source: LinearLike, part: Part) -> None:
         if source.scale is None:
-            self._fill_bf16(buffer, source.weight)
+            self._fill_bf16(buffer, source.weight, part)
             return
-        widened = e4m3_to_f32(source.weight.raw) * source.scale[:, None]
-        buffer.upload(f32_to_bf16(widened))
-        self._advance(buffer.nbytes)
+        scale = source.scale[part.rows.start : part.rows.stop, None]
+        buffer.upload(f32_to_bf16(e4m3_to_f32(part.of(source.weight).raw) * scale))
 
-    def _fill_linear_fp8(self, q: Buffer, scale: Buffer, source: LinearLike) -> None:
+    def _fill_linear_fp8(self, q: Buffer, scale: Buffer, source: LinearLike, part: Part) -> None:
         if source.scale is None:
-            self._quantize(q, scale, source.weight)
+            self._quantize(q, scale, source.weight, part)
+            return
+        s = source.weight.synthetic
+        if s is not None:
+            synthetic_e4m3(self.dev, q, s.tid, s.seed, part.window)
         else:
-            s = source.weight.synthetic
-            if s is not None:
-                synthetic_e4m3(self.dev, q, s.tid, s.seed)
-            else:
-                q.upload(source.weight.raw)
-            scale.upload(np.ascontiguousarray(source.scale, np.float32))
-        self._advance(q.nbytes)
+            q.upload(part.of(source.weight).raw)
+        scale.upload(np.ascontiguousarray(source.scale[part.rows.start : part.rows.stop], np.float32))
 
-    def _quantize(self, q: Buffer, scale: Buffer, tensor: Tensor) -> None:
+    def _quantize(self, q: Buffer, scale: Buffer, tensor: Tensor, part: Part) -> None:
         """bf16 → e4m3 on the device; the bf16 rows pass through one staging buffer that grows to the largest tensor."""
-        n = q.shape[0] * q.shape[1]
+        whole = part.whole_rows()
+        n = whole.size[0] * whole.size[1]
         if self._staging is None or self._staging.nbytes < 2 * n:
             self._staging = self.dev.empty((n,), BF16)
-        rows = self._staging.view(q.shape)
-        if tensor.synthetic is not None and tensor.dtype == "BF16":
-            synthetic_bf16(self.dev, rows, tensor.synthetic.tid, tensor.synthetic.seed, tensor.synthetic.bound)
-        else:
-            rows.upload(tensor.bf16())
-        quantize_rows(self.dev, q, scale, rows)
+        rows = self._staging.view(whole.size)
+        self._fill_bf16(rows, tensor, whole)
+        quantize_rows(self.dev, q, scale, rows, part.columns.start)
 
     def _advance(self, nbytes: int) -> None:
         self._done += nbytes

@@ -1,8 +1,11 @@
-"""Prefill of a chunk: T prompt tokens through every layer at once, keys and values into the cache."""
+"""Prefill of a chunk: T prompt tokens through every layer at once, keys and values into the cache.
+
+A generator, as a decode step is: it yields after every sum over ranks (`qwen_raw.model.decode.level`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -14,6 +17,7 @@ from qwen_raw.kernels.gemm import Gemm
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
 from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
 from qwen_raw.kernels.norm import rmsnorm, rmsnorm_split
+from qwen_raw.model.residual import Residual
 from qwen_raw.model.state import KVCache, PrefillBuffers
 from qwen_raw.model.weights import Layer, Weights
 
@@ -29,17 +33,25 @@ def prefill_layer(
     T: int,
     pos0: int,
     gemm: Gemm,
-) -> None:
+    residual: Residual,
+    reduce: bool,
+) -> Iterator[None]:
     """b.h[:T] → b.h[:T]; keys and values of positions pos0 … pos0 + T - 1 into the cache."""
     h, n = b.h.view((T, c.D)), b.n.view((T, c.D))
     q, attn, act = b.q.view((T, c.H, c.HD)), b.attn.view((T, c.H, c.HD)), b.act.view((T, c.I))
     rmsnorm(dev, n, h, layer.norm1, c.rms_eps)
     gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, pos0)
     attn_prefill(dev, attn, q, k_cache, v_cache, pos0)
-    gemm.add(dev, h, attn.view((T, c.H * c.HD)), layer.o)
+    residual.products(gemm, h, attn.view((T, c.H * c.HD)), layer.o, n)  # n has been used: it takes the ranks' shares
+    if reduce:
+        residual.reduce(h, spare=n)
+    yield
     rmsnorm(dev, n, h, layer.norm2, c.rms_eps)
     gemm.swiglu(dev, act, n, layer.gate, layer.up)
-    gemm.add(dev, h, act, layer.down)
+    residual.products(gemm, h, act, layer.down, n)
+    if reduce:
+        residual.reduce(h, spare=n)
+    yield
 
 
 def prefill_chunk(
@@ -49,19 +61,22 @@ def prefill_chunk(
     cache: KVCache,
     rope: Buffer,
     b: PrefillBuffers,
+    residual: Residual,
     ids: Sequence[int],
     pos0: int,
-) -> Buffer:
-    """Queue one chunk of at most b.chunk ids. Returns the residual stream f32 [T, D] after the last layer."""
+    reduce: bool = True,
+) -> Iterator[None]:
+    """Queue one chunk of at most b.chunk ids; the residual stream after the last layer is b.h[:T].
+
+    `reduce`: False leaves the sums over ranks out, to load every other kernel before ranks wait for each other.
+    """
     T = len(ids)
     device_ids = b.ids.view((T,))
     device_ids.upload(np.asarray(ids, np.int32))
-    h = b.h.view((T, c.D))
-    embed(dev, h, w.embed, device_ids)
+    embed(dev, b.h.view((T, c.D)), w.embed, device_ids)
     gemm = GEMM_FP8 if w.fp8 else GEMM_BF16
     for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
-        prefill_layer(dev, c, layer, k, v, rope, b, T, pos0, gemm)
-    return h
+        yield from prefill_layer(dev, c, layer, k, v, rope, b, T, pos0, gemm, residual, reduce)
 
 
 def all_logits(dev: Device, c: ModelConfig, w: Weights, b: PrefillBuffers, h: Buffer, out: Buffer) -> None:

@@ -1,48 +1,76 @@
-"""The Runner of a device: one model on one GPU (or the simulator), batch 1; its token loop never waits for the host.
+"""The Runner of devices: one model on one GPU, or split over several, batch 1; its token loop never waits for the host.
 
 Decode steps are queued a few ahead of what the host has read; each posts its id to a ring in host memory that the host
 polls. When the consumer stops early the surplus steps run out into the ring and are skipped: every post carries the
 number of its step, and the numbers go on from one request to the next.
+
+Ranks wait for each other on their devices. So the host queues the same work for all of them before it waits for any
+(`level` in qwen_raw/model/decode.py), loads all code before the first of them waits, and reads ids from rank 0 alone:
+all ranks choose the same ones.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from qwen_raw.device import F32, Buffer, Device, Graph
+from qwen_raw.device import F32, Device, Graph
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
-from qwen_raw.kernels.sample import BAD_ID, SLOTS, sample
-from qwen_raw.model.decode import DEFAULT, StepOptions, decode_step, lm_head
+from qwen_raw.kernels.sample import BAD_ID, SLOTS
+from qwen_raw.model.assembly import LIMIT_NS, assemble, close_all, describe, free_bytes
+from qwen_raw.model.decode import DEFAULT, StepOptions, level
 from qwen_raw.model.loading import CheckpointLike
-from qwen_raw.model.prefill import all_logits, prefill_chunk
-from qwen_raw.model.state import DecodeBuffers, KVCache, PrefillBuffers, device_rope_table, state_bytes
-from qwen_raw.model.weights import load_weights, weight_bytes
+from qwen_raw.model.rank import Rank
+from qwen_raw.model.uninterrupted import uninterrupted
 
 AHEAD = 4  # decode steps queued beyond the id that the host is waiting for; must stay below SLOTS
 LOGIT_ROWS = 64  # rows of logits computed and copied at a time by `logits`
-POLL_CHECK_S = 0.05  # a post this late: ask the device whether it still runs
+POLL_CHECK_S = 0.05  # a post this late: ask the devices whether they still run
 
 
 @dataclass(frozen=True, slots=True)
-class StepGraph:
-    """A captured step; `posts`: it chooses an id and posts it to the ring."""
+class Step:
+    """One decode step of all ranks, to be queued any number of times."""
 
-    graph: Graph
-    posts: bool
+    ranks: tuple[Rank, ...]
+    options: StepOptions
+    graphs: tuple[Graph, ...]  # one a rank; none where the sums over ranks cannot be captured
+
+    @staticmethod
+    def create(ranks: Sequence[Rank], options: StepOptions = DEFAULT) -> Step:
+        """Captured if that is possible. Every kernel must have been loaded."""
+        capturable = "reduce" in options.skip or all(rank.residual.capturable for rank in ranks)
+        return Step(tuple(ranks), options, tuple(rank.capture(options) for rank in ranks) if capturable else ())
+
+    @property
+    def posts(self) -> bool:
+        """Whether it chooses an id and posts it to the ring."""
+        return "sample" not in self.options.skip
+
+    def launch(self) -> None:
+        """Queue it once on every rank."""
+        for graph in self.graphs:
+            graph.launch()
+        if not self.graphs:
+            level([rank.step(self.options) for rank in self.ranks])
+
+    def close(self) -> None:
+        """Destroy the graphs; raises the first failure of work that was still queued, after all have been closed."""
+        close_all([graph.close for graph in self.graphs])
 
 
 class DeviceRunner:
-    """Implements `qwen_raw.generation.runner.Runner` on a `Device`."""
+    """Implements `qwen_raw.generation.runner.Runner` on one `Device` a rank."""
 
     def __init__(
         self,
-        device: Device,
+        devices: Device | Sequence[Device],
         checkpoint: CheckpointLike,
         *,
         dtype: str,
@@ -50,92 +78,106 @@ class DeviceRunner:
         text_vocab: int,
         progress: Progress | None = None,
         owns_device: bool = True,
+        comm: str = "auto",
+        limit_ns: int = LIMIT_NS,
     ) -> None:
-        """`owns_device`: close() closes the device too. Raises QwenRawError where the model does not fit."""
-        self.config = c = checkpoint.config
+        """`devices`: one, or one a rank. `owns_device`: close() closes them too. `comm`, `limit_ns`: see `assemble`.
+
+        Raises QwenRawError where the model does not fit.
+        """
+        self.devices = tuple(devices) if isinstance(devices, Sequence) else (devices,)
+        self.config = checkpoint.config
         self.max_model_len, self.text_vocab, self.dtype = max_model_len, text_vocab, dtype
-        self.device, self.device_name, self.driver = device, device.name, device.driver
+        self.device_name, self.driver = describe(self.devices), self.devices[0].driver
         self._owns_device = owns_device
         self.read_ceiling: float | None = None
-        self._check_memory(fp8=dtype == "fp8")
-        free_before = device.memory_info()[0]
-        self.weights = load_weights(device, checkpoint, fp8=dtype == "fp8", progress=progress)
-        self.bytes_per_token = self.weights.bytes_per_token
-        self.cache = KVCache.create(device, c, max_model_len)
-        self.rope = device_rope_table(device, c, max_model_len)
-        self.decode = DecodeBuffers.create(device, c, max_model_len)
-        self.prefill = PrefillBuffers.create(device, c, max_model_len)
+        before = free_bytes(self.devices)
+        self.ranks = assemble(
+            self.devices,
+            checkpoint,
+            fp8=dtype == "fp8",
+            max_len=max_model_len,
+            comm=comm,
+            limit_ns=limit_ns,
+            progress=progress,
+        )
+        self.bytes_per_token = sum(rank.weights.bytes_per_token for rank in self.ranks)
         self._launched = 0  # ids that all steps ever queued will have posted
         self._hash: int | None = None
-        self._graph: Graph | None = self._capture()
-        self.peak_bytes = free_before - device.memory_info()[0]
+        self._load()
+        self._step: Step | None = Step.create(self.ranks)
+        self.peak_bytes = before - free_bytes(self.devices)
 
-    def _check_memory(self, fp8: bool) -> None:
-        c = self.config
-        free, total = self.device.memory_info()
-        weights, state = weight_bytes(c, fp8), state_bytes(c, self.max_model_len)
-        if weights + state > free:
-            gib = [f"{n / 2**30:.1f} GiB" for n in (weights, state, free, total)]
-            raise QwenRawError(
-                f"{c.name or 'the model'} needs {gib[0]} for weights and {gib[1]} for a context of "
-                f"{self.max_model_len}; {gib[2]} of {gib[3]} are free on {self.device_name}: "
-                "use a smaller --max-model-len, --dtype fp8 or a smaller model"
-            )
-
-    def _capture(self) -> Graph:
-        """One prefill and one step eagerly, so that every module is loaded, then the same step as a graph."""
-        self.decode.sampler.set_params(0.0, 0, self.text_vocab)
-        self._prefill([0])
-        self._step()
-        with self.device.capture() as capture:
-            self._step()
-        self._launched += 1
-        return capture.graph
-
-    def _step(self, options: StepOptions = DEFAULT) -> None:
-        decode_step(self.device, self.config, self.weights, self.cache, self.rope, self.decode, options)
+    def _load(self) -> None:
+        """Prefill and a step without what makes ranks wait for each other, so that every kernel is loaded."""
+        alone = len(self.ranks) == 1
+        skip = frozenset() if alone else frozenset({"reduce", "sample"})
+        for rank in self.ranks:
+            rank.decode.sampler.set_params(0.0, 0, self.text_vocab)
+            rank.decode.sampler.set_position(0, 0)
+            level([rank.prefill_chunk([0], 0, reduce=False)])
+            level([rank.step(StepOptions(skip=skip))])
+        for device in self.devices:
+            device.synchronize()
+        self._launched += 1 if alone else 0
 
     @property
     def host_syncs(self) -> int:
-        return self.device.host_syncs
+        return sum(device.host_syncs for device in self.devices)
 
     @property
     def logits_hash(self) -> int | None:
         return self._hash
 
     def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int) -> Iterator[int]:
-        """See Runner. The first id is posted by prefill, the others by replays of the decode graph."""
-        graph = self._live_graph()
-        sampler, first = self.decode.sampler, self._launched
-        ahead = AHEAD if self.device.kind == "cuda" else 0  # the simulator works while the host launches
+        """See Runner. The first id is posted by prefill, the others by replays of the decode step."""
+        step, first = self._live_step(), self._launched
+        ahead = AHEAD if self.devices[0].kind == "cuda" else 0  # the simulator works while the host launches
         self._hash = None
-        sampler.set_params(temperature, seed, self.text_vocab)
-        h = self._prefill(ids)
-        lm_head(self.device, self.config, self.weights, h, self.decode.logits)
-        sampler.set_position(0, len(ids) - 1)
-        sample(self.device, self.decode.logits, sampler)
-        self._launched += 1
-        for step in range(first, first + max_tokens):
-            while self._launched < min(first + max_tokens, step + 1 + ahead):
-                graph.launch()
-                self._launched += 1
-            yield self._read(step, position=len(ids) + step - first)
+        with self._together():
+            for rank in self.ranks:
+                rank.decode.sampler.set_params(temperature, seed, self.text_vocab)
+            rows = self._prefill(ids)
+            for rank in self.ranks:
+                rank.choose_first(rows, len(ids) - 1)
+            self._launched += 1
+        for number in range(first, first + max_tokens):
+            while self._launched < min(first + max_tokens, number + 1 + ahead):
+                with self._together():
+                    step.launch()
+                    self._launched += 1
+            yield self._read(number, position=len(ids) + number - first)
 
-    def _prefill(self, ids: Sequence[int]) -> Buffer:
-        """Run all ids through the layers, chunk by chunk; the last row of the residual stream, f32 [D]."""
-        for pos0 in range(0, len(ids), self.prefill.chunk):
-            part = ids[pos0 : pos0 + self.prefill.chunk]
-            h = prefill_chunk(self.device, self.config, self.weights, self.cache, self.rope, self.prefill, part, pos0)
-        return h.view((self.config.D,), (len(part) - 1) * self.config.D)
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What the block queues is queued for all ranks, whatever happens meanwhile; a failure names the ranks."""
+        try:
+            with uninterrupted() if len(self.ranks) > 1 else nullcontext():
+                yield
+        except QwenRawError as error:
+            raise self._naming_ranks(error) from error
+
+    def _naming_ranks(self, error: QwenRawError) -> QwenRawError:
+        """`error`, or where ranks have given up waiting for others: who waited for whom."""
+        faults = [fault for rank in self.ranks if (fault := rank.fault()) is not None]
+        return QwenRawError("; ".join([*faults, str(error)])) if faults else error
+
+    def _prefill(self, ids: Sequence[int]) -> int:
+        """Run all ids through the layers of all ranks, chunk by chunk; the number of ids in the last chunk."""
+        chunk, part = self.ranks[0].prefill.chunk, ids
+        for pos0 in range(0, len(ids), chunk):
+            part = ids[pos0 : pos0 + chunk]
+            level([rank.prefill_chunk(part, pos0) for rank in self.ranks])
+        return len(part)
 
     def _read(self, step: int, position: int) -> int:
         """Wait, by polling host memory, for the id that step number `step` posts."""
-        words, slot = self.decode.sampler.ring.words, 2 * (step % SLOTS)
+        words, slot = self.ranks[0].decode.sampler.ring.words, 2 * (step % SLOTS)
         check_at = time.perf_counter() + POLL_CHECK_S
         while int(words[slot + 1]) != step + 1:
             if time.perf_counter() < check_at:
                 continue
-            if self.device.idle() and int(words[slot + 1]) != step + 1:
+            if self._idle() and int(words[slot + 1]) != step + 1:
                 raise QwenRawError(f"{self.device_name} finished its work without posting token {position}")
             check_at = time.perf_counter() + POLL_CHECK_S
         word = int(words[slot])
@@ -146,60 +188,76 @@ class DeviceRunner:
         self._hash = word >> 32
         return word & 0xFFFFFFFF
 
+    def _idle(self) -> bool:
+        """Whether all ranks have finished all work. Raises QwenRawError, naming ranks, if some of it failed."""
+        idle = True
+        for number, device in enumerate(self.devices):
+            try:
+                if device.kind == "sim":  # where no time passes before somebody waits
+                    device.synchronize()
+                idle &= device.idle()
+            except QwenRawError as error:
+                named = error if len(self.devices) == 1 else QwenRawError(f"rank {number} on {device.name}: {error}")
+                raise self._naming_ranks(named) from error
+        return idle
+
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """See Runner. Through prefill's kernels."""
-        self._live_graph()
-        c, out = self.config, np.empty((len(ids), self.config.V), np.float32)
-        rows = min(LOGIT_ROWS, self.prefill.chunk)
-        buffer = self.device.empty((rows, c.V), F32)
+        self._live_step()
+        out = np.empty((len(ids), self.config.V), np.float32)
+        rows = min(LOGIT_ROWS, self.ranks[0].prefill.chunk)
+        buffers = [rank.device.empty((rows, rank.shard.local.V), F32) for rank in self.ranks]
         for pos0 in range(0, len(ids), rows):
             part = ids[pos0 : pos0 + rows]
-            h = prefill_chunk(self.device, c, self.weights, self.cache, self.rope, self.prefill, part, pos0)
-            view = buffer.view((len(part), c.V))
-            all_logits(self.device, c, self.weights, self.prefill, h, view)
-            out[pos0 : pos0 + len(part)] = view.download()
+            with self._together():
+                level([rank.prefill_chunk(part, pos0) for rank in self.ranks])
+            for rank, buffer in zip(self.ranks, buffers, strict=True):
+                view = buffer.view((len(part), rank.shard.local.V))
+                rank.logits(len(part), view)
+                out[pos0 : pos0 + len(part), rank.shard.vocab] = view.download()
         return out
 
     def decode_logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """The same as `logits`, token by token through decode's kernels: both paths must compute one function."""
-        self._live_graph()
-        b, out = self.decode, np.empty((len(ids), self.config.V), np.float32)
+        self._live_step()
+        out, options = np.empty((len(ids), self.config.V), np.float32), StepOptions(skip=frozenset({"sample"}))
         for pos, token in enumerate(ids):
-            b.sampler.set_position(token, pos)
-            self._step(StepOptions(skip=frozenset({"sample"})))
-            out[pos] = b.logits.download()
+            with self._together():
+                for rank in self.ranks:
+                    rank.decode.sampler.set_position(token, pos)
+                level([rank.step(options) for rank in self.ranks])
+            for rank in self.ranks:
+                out[pos, rank.shard.vocab] = rank.decode.logits.download()
         return out
 
-    def capture_step(self, options: StepOptions) -> StepGraph:
-        """One step launched otherwise, to give to `replay`: for benches."""
-        with self.device.capture() as capture:
-            self._step(options)
-        return StepGraph(capture.graph, posts="sample" not in options.skip)
+    def capture_step(self, options: StepOptions) -> Step:
+        """A step launched otherwise, to give to `replay`: for benches."""
+        return Step.create(self.ranks, options)
 
-    def replay(self, context: int, steps: int, step: StepGraph | None = None) -> None:
+    def replay(self, context: int, steps: int, step: Step | None = None) -> None:
         """Queue `steps` decode steps (or replays of `step`) from position `context` on: for benches.
 
         The keys before that position are whatever the cache holds.
         """
-        live = StepGraph(self._live_graph(), posts=True)
-        step = step or live
+        step = step or self._live_step()
         if context + steps > self.max_model_len:
             raise QwenRawError(f"{steps} steps from position {context} on do not fit {self.max_model_len} positions")
-        self.decode.sampler.set_position(0, context)
-        for _ in range(steps):
-            step.graph.launch()
-        self._launched += steps if step.posts else 0
+        with self._together():
+            for rank in self.ranks:
+                rank.decode.sampler.set_position(0, context)
+            for _ in range(steps):
+                step.launch()
+            self._launched += steps if step.posts else 0
 
-    def _live_graph(self) -> Graph:
-        if self._graph is None:
+    def _live_step(self) -> Step:
+        if self._step is None:
             raise QwenRawError("this runner is closed")
-        return self._graph
+        return self._step
 
     def close(self) -> None:
-        """See Runner."""
-        if self._graph is not None:
-            self._graph.close()
-            self._graph = None
-            del self.weights, self.cache, self.rope, self.decode, self.prefill
-            if self._owns_device:
-                self.device.close()
+        """See Runner. Raises the first failure of work that was still queued, after everything has been closed."""
+        if self._step is None:
+            return
+        step, self._step = self._step, None
+        self.ranks = []
+        close_all([step.close, *(device.close for device in self.devices if self._owns_device)])

@@ -1,7 +1,11 @@
-"""What a rank keeps on the device besides weights: KV cache, rope table, work buffers of decode and prefill."""
+"""What a rank keeps on the device besides weights: KV cache, rope table, work buffers of decode and prefill.
+
+H, KV, I and V are the rank's own (`Shard.local`); D is whole on every rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +15,7 @@ from qwen_raw.device import BF16, F32, I32, Buffer, Device
 from qwen_raw.kernels.attn_decode import Workspace
 from qwen_raw.kernels.sample import Sampler
 from qwen_raw.model.rope import rope_table
+from qwen_raw.model.shard import Shard
 
 CHUNK = 2048  # prompt tokens that prefill processes at a time
 
@@ -45,7 +50,7 @@ class DecodeBuffers:
     sampler: Sampler
 
     @staticmethod
-    def create(dev: Device, c: ModelConfig, max_len: int) -> DecodeBuffers:
+    def create(dev: Device, c: ModelConfig, max_len: int, sampler: Sampler) -> DecodeBuffers:
         return DecodeBuffers(
             h=dev.empty((c.D,), F32),
             q=dev.empty((c.H, c.HD), BF16),
@@ -53,7 +58,7 @@ class DecodeBuffers:
             act=dev.empty((c.I,), BF16),
             logits=dev.empty((c.V,), F32),
             workspace=Workspace.create(dev, c.H, c.KV, c.HD, max_len),
-            sampler=Sampler.create(dev, c.V),
+            sampler=sampler,
         )
 
 
@@ -63,7 +68,7 @@ class PrefillBuffers:
 
     ids: Buffer  # i32 [chunk]
     h: Buffer  # f32 [chunk, D] residual stream
-    n: Buffer  # f16 [chunk, D] normalised; bf16 for the LM head
+    n: Buffer  # f16 [chunk, D] normalised; bf16 for the LM head; bf16 shares of a sum over ranks
     low: Buffer  # bf16 [chunk, D] what rounding took off n, for the LM head
     q: Buffer  # bf16 [chunk, H, HD]
     attn: Buffer  # bf16 [chunk, H, HD]
@@ -96,3 +101,10 @@ def state_bytes(c: ModelConfig, max_len: int) -> int:
     T = min(CHUNK, max_len)
     row = c.D * 8 + 2 * c.H * c.HD * 2 + c.I * 2
     return c.kv_bytes_per_token() * max_len + max_len * c.HD * 4 + T * row
+
+
+def create_samplers(devices: Sequence[Device], shards: Sequence[Shard], limit_ns: int) -> list[Sampler]:
+    """Every rank's sampler; at several ranks they choose together."""
+    if len(devices) == 1:
+        return [Sampler.create(devices[0], shards[0].whole.V)]
+    return Sampler.create_ranks(devices, [shard.vocab for shard in shards], limit_ns=limit_ns)

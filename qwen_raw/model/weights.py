@@ -1,25 +1,20 @@
-"""One rank's weights on the device: which checkpoint tensors they are, and the shard rule beside each.
-
-Column-parallel (a rank holds some of the rows): Q, K, V, gate, up, LM head. Row-parallel (some columns): O, down.
-Norms and the embedding are whole on every rank. This version holds rank 0 of 1.
-"""
+"""One rank's weights on the device: which parts of which checkpoint tensors they are (qwen_raw/model/shard.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qwen_raw.config import ModelConfig
 from qwen_raw.device import Buffer, Device
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
 from qwen_raw.kernels.linear import Linear
-from qwen_raw.model.loading import CheckpointLike, WeightLoader
+from qwen_raw.model.loading import CheckpointLike, Part, WeightLoader
+from qwen_raw.model.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One transformer layer."""
+    """One transformer layer; H, KV and I are this rank's."""
 
     norm1: Buffer  # bf16 [D]
     qkv: Linear  # [(H + 2·KV)·HD, D]: all Q rows, then K, then V
@@ -37,12 +32,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The whole model. Tied checkpoints share one buffer between `embed` and `head`."""
+    """One rank's share of the model. Tied checkpoints share one buffer between `embed` and `head`."""
 
-    embed: Buffer  # bf16 [V, D]
+    embed: Buffer  # bf16 [V, D], all rows
     layers: tuple[Layer, ...]
     norm: Buffer  # bf16 [D]
-    head: Linear  # bf16 [V, D]
+    head: Linear  # bf16 [V, D], this rank's rows
     fp8: bool  # the layers' linears are e4m3
 
     @property
@@ -51,48 +46,58 @@ class Weights:
         return sum(w.nbytes for layer in self.layers for w in layer.linears) + self.head.nbytes
 
 
-def weight_bytes(c: ModelConfig, fp8: bool) -> int:
-    """Device bytes of the weights, so that a model that cannot fit is refused before anything is allocated."""
-    tables = c.V * c.D * 2 * (1 if c.tied else 2)
+def weight_bytes(shard: Shard, fp8: bool) -> int:
+    """Device bytes of a rank's weights, so that a model that cannot fit is refused before anything is allocated."""
+    c = shard.local
+    tables = shard.whole.V * c.D * 2 + (0 if c.tied else c.V * c.D * 2)
     return c.linear_params() * (1 if fp8 else 2) + tables
 
 
-def check_shapes(c: ModelConfig, fp8: bool) -> None:
+def check_shapes(shard: Shard, fp8: bool) -> None:
     """Refuse dimensions that the kernels do not have, by name."""
+    c = shard.local
     if c.HD not in (64, 128):
         raise QwenRawError(f"head_dim {c.HD}: the attention kernels have 64 and 128; --device cpu runs any")
-    pack = 16 if fp8 else 8
-    for name, n in (("hidden_size", c.D), ("intermediate_size", c.I), ("attention width", c.H * c.HD)):
+    pack, share = 16 if fp8 else 8, f" / {shard.world}" if shard.world > 1 else ""
+    for name, n in (("hidden_size", c.D), (f"intermediate_size{share}", c.I), (f"attention width{share}", c.H * c.HD)):
         if n % pack:
             raise QwenRawError(f"{name} {n} is not a multiple of {pack}, which {'fp8' if fp8 else 'bf16'} rows need")
 
 
-def load_weights(dev: Device, checkpoint: CheckpointLike, *, fp8: bool, progress: Progress | None = None) -> Weights:
-    """Move every tensor to the device, in its final layout; one matrix at a time, no second host copy."""
-    c = checkpoint.config
-    check_shapes(c, fp8)
-    load = WeightLoader(dev, checkpoint, fp8=fp8, total=weight_bytes(c, fp8), progress=progress)
-    embed = load.matrix("model.embed_tokens.weight", (c.V, c.D))
-    layers = tuple(_load_layer(load, c, f"model.layers.{i}.") for i in range(c.L))
+def load_weights(
+    dev: Device, checkpoint: CheckpointLike, shard: Shard, *, fp8: bool, progress: Progress | None = None
+) -> Weights:
+    """Move a rank's part of every tensor to its device, in its final layout; one matrix at a time."""
+    c, table = shard.whole, (shard.whole.V, shard.whole.D)
+    check_shapes(shard, fp8)
+    load = WeightLoader(dev, checkpoint, fp8=fp8, total=weight_bytes(shard, fp8), progress=progress)
+    embed = load.matrix(Part.of_rows("model.embed_tokens.weight", table, range(c.V)))
+    layers = tuple(_load_layer(load, shard, f"model.layers.{i}.") for i in range(c.L))
     norm = load.vector("model.norm.weight", c.D)
-    head = Linear(embed if c.tied else load.matrix("lm_head.weight", (c.V, c.D)))
+    if c.tied:
+        head = embed.view((len(shard.vocab), c.D), shard.vocab.start * c.D)
+    else:
+        head = load.matrix(Part.of_rows("lm_head.weight", table, shard.vocab))
     load.finish()
-    return Weights(embed, layers, norm, head, fp8)
+    return Weights(embed, layers, norm, Linear(head), fp8)
 
 
-def _load_layer(load: WeightLoader, c: ModelConfig, prefix: str) -> Layer:
-    def mlp(name: str, N: int, K: int) -> Linear:
-        return load.linear([f"{prefix}mlp.{name}_proj"], [N], K)
-
-    qkv_names: Sequence[str] = [f"{prefix}self_attn.{x}_proj" for x in "qkv"]
-    qkv_rows = [c.H * c.HD, c.KV * c.HD, c.KV * c.HD]
+def _load_layer(load: WeightLoader, shard: Shard, prefix: str) -> Layer:
+    c, inner = shard.whole, shard.inner
+    kv = shard.head_rows(shard.kv_heads)
+    qkv = [
+        Part.of_rows(f"{prefix}self_attn.q_proj", (c.H * c.HD, c.D), shard.head_rows(shard.heads)),
+        Part.of_rows(f"{prefix}self_attn.k_proj", (c.KV * c.HD, c.D), kv),
+        Part.of_rows(f"{prefix}self_attn.v_proj", (c.KV * c.HD, c.D), kv),
+    ]
+    o = Part.of_columns(f"{prefix}self_attn.o_proj", (c.D, c.H * c.HD), shard.head_rows(shard.heads))
     return Layer(
         norm1=load.vector(f"{prefix}input_layernorm.weight", c.D),
-        qkv=load.linear(qkv_names, qkv_rows, c.D),
-        qkv_bias=load.biases(qkv_names, qkv_rows),
-        o=load.linear([f"{prefix}self_attn.o_proj"], [c.D], c.H * c.HD),
+        qkv=load.linear(qkv),
+        qkv_bias=load.biases(qkv),
+        o=load.linear([o]),
         norm2=load.vector(f"{prefix}post_attention_layernorm.weight", c.D),
-        gate=mlp("gate", c.I, c.D),
-        up=mlp("up", c.I, c.D),
-        down=mlp("down", c.D, c.I),
+        gate=load.linear([Part.of_rows(f"{prefix}mlp.gate_proj", (c.I, c.D), inner)]),
+        up=load.linear([Part.of_rows(f"{prefix}mlp.up_proj", (c.I, c.D), inner)]),
+        down=load.linear([Part.of_columns(f"{prefix}mlp.down_proj", (c.D, c.I), inner)]),
     )

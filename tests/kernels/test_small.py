@@ -14,7 +14,7 @@ from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.norm import rmsnorm as device_rmsnorm
 from qwen_raw.kernels.norm import rmsnorm_split
 from qwen_raw.kernels.quantize import quantize_rows
-from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
+from qwen_raw.kernels.synthetic import Window, synthetic_bf16, synthetic_e4m3
 
 
 @pytest.mark.parametrize(("T", "D"), [(1, 8), (3, 264), (5, 2048)])
@@ -80,3 +80,22 @@ def test_synthetic_equals_the_host(dev: Any, shape: tuple[int, int], seed: int) 
     fp8 = dev.empty(shape, E4M3)
     synthetic_e4m3(dev, fp8, tid, seed)
     np.testing.assert_array_equal(fp8.download(), host_e4m3(shape, tid, seed))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(range(5, 12), range(40)), (range(33), range(16, 32))])
+def test_windows_are_those_of_the_whole(dev: Any, rng: np.random.Generator, rows: range, columns: range) -> None:
+    """What a rank makes for itself is what the whole has there; a quantised row keeps the whole row's scale."""
+    at = np.ix_(rows, columns)
+    window = Window(rows.start * 40 + columns.start, len(columns), 40)
+    out, fp8 = dev.empty((len(rows), len(columns)), BF16), dev.empty((len(rows), len(columns)), E4M3)
+    synthetic_bf16(dev, out, 5, 7, 0.5, window)
+    np.testing.assert_array_equal(out.download(), host_bf16((33, 40), 5, 7, 0.5)[at])
+    synthetic_e4m3(dev, fp8, 5, 7, window)
+    np.testing.assert_array_equal(fp8.download(), host_e4m3((33, 40), 5, 7)[at])
+
+    bits, values = bf16_input(rng, 33, 48)
+    q, scale = dev.empty((33, 16), E4M3), dev.empty((33,), F32)
+    quantize_rows(dev, q, scale, dev.array(bits), first=32)
+    want_q, want_scale = quantize_rows_e4m3(values.astype(np.float32))
+    np.testing.assert_array_equal(scale.download(), want_scale)
+    np.testing.assert_array_equal(q.download(), want_q[:, 32:])

@@ -65,7 +65,7 @@ def test_greedy_ids_equal_golden(golden: Any) -> None:
     runner, values, prompts = golden
     compared = 0
     for k in prompts:
-        steps = 48 if runner.device.kind == "cuda" else 12
+        steps = 48 if runner.devices[0].kind == "cuda" else 12
         forced, want = teacher_forced(values, k, steps)
         rows = np.sort(reference_logits(open_model(runner.config.name), forced, activations="fp32")[-steps:], axis=1)
         close = np.flatnonzero(rows[:, -1] - rows[:, -2] <= 2 * TOLERANCE)
@@ -144,7 +144,7 @@ def test_a_long_prompt_crosses_chunks(dev: Any, monkeypatch: pytest.MonkeyPatch)
     ids = open_tokenizer(model).encode(text)[: 20 if dev.kind == "sim" else 300]
     want = reference_logits(model, ids, activations="bf16")[-1]
     first = next(iter(runner.generate(ids, max_tokens=1, temperature=0.0, seed=0)))
-    assert np.abs(runner.decode.logits.download() - want).max() < TOLERANCE
+    assert np.abs(runner.ranks[0].decode.logits.download() - want).max() < TOLERANCE
     assert first == int(want[:4096].argmax())
     runner.close()
 

@@ -1,0 +1,144 @@
+"""From a checkpoint and devices to ranks: what fits is checked, weights are loaded, and the ranks are connected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from qwen_raw.comm.reduce import PATHS, create_reducers
+from qwen_raw.config import ModelConfig
+from qwen_raw.device import BF16, Device
+from qwen_raw.errors import QwenRawError
+from qwen_raw.generation.runner import Progress
+from qwen_raw.model.loading import CheckpointLike
+from qwen_raw.model.rank import Rank
+from qwen_raw.model.residual import Alone, Residual, Summed
+from qwen_raw.model.shard import Shard, shards
+from qwen_raw.model.state import (
+    DecodeBuffers,
+    KVCache,
+    PrefillBuffers,
+    create_samplers,
+    device_rope_table,
+    state_bytes,
+)
+from qwen_raw.model.weights import check_shapes, load_weights, weight_bytes
+
+T = TypeVar("T")
+LIMIT_NS = 10_000_000_000  # how long a rank waits for another before it gives up
+
+
+def assemble(
+    devices: Sequence[Device],
+    checkpoint: CheckpointLike,
+    *,
+    fp8: bool,
+    max_len: int,
+    comm: str = "auto",
+    limit_ns: int = LIMIT_NS,
+    progress: Progress | None = None,
+) -> list[Rank]:
+    """One rank a device, in order; a GPU may have several. Nothing has been launched that waits for another rank.
+
+    `comm`: the path of the sums over ranks (qwen_raw/comm/reduce.py). Raises QwenRawError where the model does not fit.
+    """
+    parts = shards(checkpoint.config, len(devices))
+    for part in parts:
+        check_shapes(part, fp8)
+    check_memory(devices, parts, fp8=fp8, max_len=max_len)
+    total, done, weights = sum(weight_bytes(part, fp8) for part in parts), 0, []
+    for device, part in zip(devices, parts, strict=True):
+        weights.append(load_weights(device, checkpoint, part, fp8=fp8, progress=_section(progress, done, total)))
+        done += weight_bytes(part, fp8)
+    samplers = create_samplers(devices, parts, limit_ns)
+    prefill = [PrefillBuffers.create(device, part.local, max_len) for device, part in zip(devices, parts, strict=True)]
+    residuals = _residuals(devices, checkpoint.config, prefill[0].chunk, comm, limit_ns)
+    return [
+        Rank(
+            device=device,
+            shard=part,
+            weights=weights[rank],
+            cache=KVCache.create(device, part.local, max_len),
+            rope=device_rope_table(device, part.local, max_len),
+            decode=DecodeBuffers.create(device, part.local, max_len, samplers[rank]),
+            prefill=prefill[rank],
+            residual=residuals[rank],
+        )
+        for rank, (device, part) in enumerate(zip(devices, parts, strict=True))
+    ]
+
+
+def _section(progress: Progress | None, before: int, total: int) -> Progress | None:
+    """Progress of one rank's loading as part of all."""
+    if progress is None:
+        return None
+    report = progress
+    return lambda stage, done, _: report(stage, min(before + done, total), total)
+
+
+def _residuals(devices: Sequence[Device], c: ModelConfig, chunk: int, comm: str, limit_ns: int) -> list[Residual]:
+    """A token's shares are summed by `comm`; a chunk's in two shots, as bytes count there, unless `comm` insists."""
+    if len(devices) == 1:
+        return [Alone(devices[0])]
+    small = create_reducers(devices, path=comm, elements=c.D, limit_ns=limit_ns)
+    insisted = comm not in ("auto", "lamport")
+    large_path = comm if insisted or "twoshot" not in PATHS else "twoshot"
+    large = create_reducers(devices, path=large_path, elements=chunk * c.D, limit_ns=limit_ns)
+    return [Summed(device, device.empty((c.D,), BF16), small[rank], large[rank]) for rank, device in enumerate(devices)]
+
+
+def by_gpu(devices: Sequence[Device], values: Sequence[T]) -> dict[int, list[T]]:
+    """The ranks' values by the GPU that they run on."""
+    found: dict[int, list[T]] = {}
+    for device, value in zip(devices, values, strict=True):
+        found.setdefault(device.ordinal, []).append(value)
+    return found
+
+
+def check_memory(devices: Sequence[Device], parts: Sequence[Shard], *, fp8: bool, max_len: int) -> None:
+    """Raises QwenRawError, with the sizes, if a GPU has not room for what its ranks will hold."""
+    c = parts[0].whole
+    for ordinal, here in by_gpu(devices, list(zip(devices, parts, strict=True))).items():
+        free, total = here[0][0].memory_info()
+        weights = sum(weight_bytes(part, fp8) for _, part in here)
+        state = sum(state_bytes(part.local, max_len) for _, part in here)
+        if weights + state <= free:
+            continue
+        gib = [f"{n / 2**30:.1f} GiB" for n in (weights, state, free, total)]
+        name = here[0][0].name + (f" (GPU {ordinal})" if len(parts) > 1 else "")
+        share = f" for {len(here)} of {len(parts)} ranks" if len(parts) > 1 else ""
+        raise QwenRawError(
+            f"{c.name or 'the model'} needs {gib[0]} for weights and {gib[1]} for a context of {max_len}{share}; "
+            f"{gib[2]} of {gib[3]} are free on {name}: "
+            "use a smaller --max-model-len, --dtype fp8 or a smaller model"
+        )
+
+
+def free_bytes(devices: Sequence[Device]) -> int:
+    """Free memory of all GPUs among the devices."""
+    return sum(here[0].memory_info()[0] for here in by_gpu(devices, list(devices)).values())
+
+
+def describe(devices: Sequence[Device]) -> str:
+    """For people: "NVIDIA H200", "2 × NVIDIA H200", "8 ranks on 2 × NVIDIA H200"."""
+    if len(devices) == 1:
+        return devices[0].name
+    if devices[0].kind == "sim":
+        return f"SIMT simulator, {len(devices)} ranks"
+    gpus = by_gpu(devices, [device.name for device in devices])
+    names = sorted({name for names in gpus.values() for name in names})
+    ranks = f"{len(devices)} ranks on " if len(gpus) < len(devices) else ""
+    count = f"{len(gpus)} × " if len(gpus) > 1 else ""
+    return ranks + count + " and ".join(names)
+
+
+def close_all(actions: Sequence[Callable[[], None]]) -> None:
+    """Do all of it, whatever fails; then raise the first failure."""
+    failures = []
+    for action in actions:
+        try:
+            action()
+        except QwenRawError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]

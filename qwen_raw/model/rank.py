@@ -1,0 +1,85 @@
+"""One rank: its device, what it holds there, and the work that it queues. The runner keeps a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from qwen_raw.device import Buffer, Device, Graph
+from qwen_raw.kernels.sample import sample
+from qwen_raw.model.decode import DEFAULT, StepOptions, decode_step, lm_head
+from qwen_raw.model.prefill import all_logits, prefill_chunk
+from qwen_raw.model.residual import Residual
+from qwen_raw.model.shard import Shard
+from qwen_raw.model.state import DecodeBuffers, KVCache, PrefillBuffers
+from qwen_raw.model.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Everything of one rank. Work is queued on the device's stream; nothing here waits for it.
+
+    What is an iterator has to be run with those of all other ranks, by `qwen_raw.model.decode.level`.
+    """
+
+    device: Device
+    shard: Shard
+    weights: Weights
+    cache: KVCache
+    rope: Buffer
+    decode: DecodeBuffers
+    prefill: PrefillBuffers
+    residual: Residual
+
+    def step(self, options: StepOptions = DEFAULT) -> Iterator[None]:
+        """One decode step."""
+        return decode_step(
+            self.device,
+            self.shard.local,
+            self.weights,
+            self.cache,
+            self.rope,
+            self.decode,
+            self.residual,
+            options,
+        )
+
+    def capture(self, options: StepOptions = DEFAULT) -> Graph:
+        """The same as a graph; its kernels must have been loaded."""
+        with self.device.capture() as capture:
+            for _ in self.step(options):
+                pass
+        return capture.graph
+
+    def prefill_chunk(self, ids: Sequence[int], pos0: int, *, reduce: bool = True) -> Iterator[None]:
+        """At most prefill.chunk ids through the layers. `reduce`: see prefill_chunk."""
+        return prefill_chunk(
+            self.device,
+            self.shard.local,
+            self.weights,
+            self.cache,
+            self.rope,
+            self.prefill,
+            self.residual,
+            ids,
+            pos0,
+            reduce,
+        )
+
+    def choose_first(self, rows: int, position: int) -> None:
+        """After a last chunk of `rows` ids: choose the id that follows `position`, the last one's."""
+        D = self.shard.whole.D
+        h = self.prefill.h.view((D,), (rows - 1) * D)
+        lm_head(self.device, self.shard.local, self.weights, h, self.decode.logits)
+        self.decode.sampler.set_position(0, position)
+        sample(self.device, self.decode.logits, self.decode.sampler)
+
+    def logits(self, rows: int, out: Buffer) -> None:
+        """out f32 [rows, V]: the logits of every row of a chunk, V of this rank."""
+        h = self.prefill.h.view((rows, self.shard.whole.D))
+        all_logits(self.device, self.shard.local, self.weights, self.prefill, h, out)
+
+    def fault(self) -> str | None:
+        """After a launch has failed: which rank this one waited for in vain, if it did."""
+        meeting = self.decode.sampler.meeting
+        return self.residual.fault() or (meeting.limit.fault() if meeting is not None else None)

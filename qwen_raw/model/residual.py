@@ -1,0 +1,95 @@
+"""How the row-parallel products, O and down, reach the residual stream: the one place in a layer where ranks meet.
+
+A decode or prefill step calls `product`, then `reduce`, and goes on with h. At one rank the product is added where it
+is made. At several, each leaves its share, and an all-reduce adds the shares of all to every rank's h: the same bits
+everywhere, because it sums in rank order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from qwen_raw.comm.reduce import Reducer
+from qwen_raw.device import Buffer, Device
+from qwen_raw.kernels.gemm import Gemm
+from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.linear import Linear
+
+
+class Residual(Protocol):
+    """What follows a row-parallel product, for one rank."""
+
+    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
+        """One token: queue this rank's W·x, x bf16 [K], on its way to h f32 [D]."""
+
+    def products(self, gemm: Gemm, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+        """T tokens: queue this rank's A·Wᵀ, A bf16 [T, K], on its way to h f32 [T, D]; `spare`: bf16 [T, D]."""
+
+    def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
+        """Queue whatever is still missing until h is complete; `spare` as given to `products`."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a graph can hold a step; else it must be queued anew each time."""
+
+    def fault(self) -> str | None:
+        """After a launch has failed: which rank this one waited for in vain, if it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One rank: the product is the whole, and its kernel adds it."""
+
+    device: Device
+    capturable = True
+
+    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
+        """See Residual."""
+        gemv.add(self.device, h, x, w, pdl=pdl)
+
+    def products(self, gemm: Gemm, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+        """See Residual."""
+        gemm.add(self.device, h, a, w)
+
+    def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
+        """Nothing is missing."""
+
+    def fault(self) -> str | None:
+        """There is nobody to wait for."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """Several ranks: shares in bf16, then an all-reduce."""
+
+    device: Device
+    share: Buffer  # bf16 [D], of one token
+    small: Reducer  # of one token
+    large: Reducer  # of a chunk of the prompt
+
+    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
+        """See Residual."""
+        gemv.store(self.device, self.share, x, w, pdl=pdl)
+
+    def products(self, gemm: Gemm, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+        """See Residual."""
+        gemm.store(self.device, spare, a, w)
+
+    def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
+        """See Residual."""
+        if spare is None:
+            self.small.add(h, self.share, pdl=pdl)
+        else:
+            n = (spare.shape[0] * spare.shape[1],)
+            self.large.add(h.view(n), spare.view(n))
+
+    @property
+    def capturable(self) -> bool:
+        """See Residual."""
+        return self.small.path != "host"
+
+    def fault(self) -> str | None:
+        """See Residual."""
+        return self.small.fault() or self.large.fault()
