@@ -169,6 +169,12 @@ class Device(Protocol):
 
     def capture(self) -> AbstractContextManager[Capture]: ...
 
+    def queueing(self) -> AbstractContextManager[None]:
+        """For work of several ranks: what the block queues may start at its end, on every rank. The host may not wait.
+
+        The simulator, which runs what it can at each launch, would otherwise look at waiting ranks again and again.
+        """
+
     def synchronize(self) -> None: ...
 
     def idle(self) -> bool:

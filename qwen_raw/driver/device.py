@@ -6,7 +6,7 @@ import ctypes
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -258,6 +258,10 @@ class CudaDevice:
         Kernels must be loaded, and buffers allocated, before.
         """
         return self._capturing()
+
+    def queueing(self) -> AbstractContextManager[None]:
+        """Nothing to do: a GPU starts what is queued by itself."""
+        return nullcontext()
 
     @contextmanager
     def _capturing(self) -> Iterator[graph.CudaCapture]:

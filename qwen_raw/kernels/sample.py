@@ -11,7 +11,7 @@ import numpy as np
 from qwen_raw.device import F32, I32, U32, U64, Arg, Buffer, Device, HostRing
 from qwen_raw.errors import require
 from qwen_raw.kernels.linear import check_buffer
-from qwen_raw.kernels.peers import MAX_RANKS, PollLimit, load_everywhere, peer_struct
+from qwen_raw.kernels.peers import MAX_RANKS, PollLimit, peer_struct
 
 STEM = "sample"
 BAD_ID = 0xFFFFFFFF  # posted instead of an id when a logit was not finite
@@ -65,14 +65,19 @@ class Sampler:
     ) -> list[Sampler]:
         """All ranks' samplers, `rows` of the LM head each, which together are all; synchronised.
 
-        The devices must have peer access. `limit_ns`: how long a rank waits for another's candidate; 0: for ever.
+        `limit_ns`: how long a rank waits for another's candidate; 0: for ever. Raises QwenRawError for devices without
+        a peer path.
         """
         V = rows[-1].stop
         require(
             [r.start for r in rows] == [0, *(r.stop for r in rows[:-1])], f"{list(rows)} are not all rows in rank order"
         )
         mailboxes = [dev.zeros((2, MAX_RANKS, 4), U32) for dev in devices]
-        load_everywhere(devices, STEM, ["sample_ranks_f32"])
+        for dev in devices:
+            dev.kernel(STEM, "sample_ranks_f32")  # before ranks wait for each other: loading may wait for what runs
+            for other in devices:
+                if other is not dev:
+                    dev.enable_peer(other)
         samplers = [Sampler.create(dev, V, blocks, part) for dev, part in zip(devices, rows, strict=True)]
         for dev in devices:
             dev.synchronize()

@@ -10,6 +10,7 @@ from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, Device
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
+from qwen_raw.kernels.peers import ranks_on_gpu
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.rank import Rank
 from qwen_raw.model.residual import Alone, Residual, Summed
@@ -63,6 +64,7 @@ def assemble(
             decode=DecodeBuffers.create(device, part.local, max_len, samplers[rank]),
             prefill=prefill[rank],
             residual=residuals[rank],
+            shares_gpu=ranks_on_gpu(devices, rank) > 1,
         )
         for rank, (device, part) in enumerate(zip(devices, parts, strict=True))
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qwen_raw.device import Buffer, Device, Graph
 from qwen_raw.kernels.sample import sample
@@ -30,9 +30,15 @@ class Rank:
     decode: DecodeBuffers
     prefill: PrefillBuffers
     residual: Residual
+    shares_gpu: bool = False  # with other ranks
 
     def step(self, options: StepOptions = DEFAULT) -> Iterator[None]:
-        """One decode step."""
+        """One decode step.
+
+        Where ranks share a GPU, without dependent launches: blocks that wait for the previous kernel would take the
+        place of another rank's, which that kernel may be waiting for.
+        """
+        options = replace(options, pdl=options.pdl and not self.shares_gpu)
         return decode_step(
             self.device,
             self.shard.local,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,16 +151,23 @@ class DeviceRunner:
     @contextmanager
     def _together(self) -> Iterator[None]:
         """What the block queues is queued for all ranks, whatever happens meanwhile; a failure names the ranks."""
-        try:
-            with uninterrupted() if len(self.ranks) > 1 else nullcontext():
+        with self._naming_ranks():
+            if len(self.ranks) == 1:
                 yield
-        except QwenRawError as error:
-            raise self._naming_ranks(error) from error
+            else:
+                with uninterrupted(), self.devices[0].queueing():
+                    yield
 
-    def _naming_ranks(self, error: QwenRawError) -> QwenRawError:
-        """`error`, or where ranks have given up waiting for others: who waited for whom."""
-        faults = [fault for rank in self.ranks if (fault := rank.fault()) is not None]
-        return QwenRawError("; ".join([*faults, str(error)])) if faults else error
+    @contextmanager
+    def _naming_ranks(self) -> Iterator[None]:
+        """An error of the block also says, where ranks have given up waiting for others, who waited for whom."""
+        try:
+            yield
+        except QwenRawError as error:
+            faults = [fault for rank in self.ranks if (fault := rank.fault()) is not None]
+            if not faults:
+                raise
+            raise QwenRawError("; ".join([*faults, str(error)])) from error
 
     def _prefill(self, ids: Sequence[int]) -> int:
         """Run all ids through the layers of all ranks, chunk by chunk; the number of ids in the last chunk."""
@@ -191,14 +198,16 @@ class DeviceRunner:
     def _idle(self) -> bool:
         """Whether all ranks have finished all work. Raises QwenRawError, naming ranks, if some of it failed."""
         idle = True
-        for number, device in enumerate(self.devices):
-            try:
-                if device.kind == "sim":  # where no time passes before somebody waits
-                    device.synchronize()
-                idle &= device.idle()
-            except QwenRawError as error:
-                named = error if len(self.devices) == 1 else QwenRawError(f"rank {number} on {device.name}: {error}")
-                raise self._naming_ranks(named) from error
+        with self._naming_ranks():
+            for number, device in enumerate(self.devices):
+                try:
+                    if device.kind == "sim":  # where no time passes before somebody waits
+                        device.synchronize()
+                    idle &= device.idle()
+                except QwenRawError as error:
+                    if len(self.devices) == 1:
+                        raise
+                    raise QwenRawError(f"rank {number} on {device.name}: {error}") from error
         return idle
 
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -214,7 +223,8 @@ class DeviceRunner:
             for rank, buffer in zip(self.ranks, buffers, strict=True):
                 view = buffer.view((len(part), rank.shard.local.V))
                 rank.logits(len(part), view)
-                out[pos0 : pos0 + len(part), rank.shard.vocab] = view.download()
+                with self._naming_ranks():
+                    out[pos0 : pos0 + len(part), rank.shard.vocab] = view.download()
         return out
 
     def decode_logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -226,8 +236,9 @@ class DeviceRunner:
                 for rank in self.ranks:
                     rank.decode.sampler.set_position(token, pos)
                 level([rank.step(options) for rank in self.ranks])
-            for rank in self.ranks:
-                out[pos, rank.shard.vocab] = rank.decode.logits.download()
+            with self._naming_ranks():
+                for rank in self.ranks:
+                    out[pos, rank.shard.vocab] = rank.decode.logits.download()
         return out
 
     def capture_step(self, options: StepOptions) -> Step:

@@ -198,6 +198,10 @@ class SimDevice:
         """Records what the with-block launches: `with device.capture() as c: …`, then `c.graph.launch()`."""
         return self._capturing()
 
+    def queueing(self) -> AbstractContextManager[None]:
+        """What the block queues starts at its end, on all ranks of the world; the host cannot wait inside."""
+        return self.world.together()
+
     def synchronize(self) -> None:
         """Waits for everything queued on this device; counted.
 

@@ -25,6 +25,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
     yield from open_ranks(request.param)
 
 
+@pytest.fixture(params=[kind for kind in KINDS if kind not in ("sim-4", "sim-8")])
+def few_ranks(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Two simulated ranks, or GPUs: for what does not depend on how many there are."""
+    yield from open_ranks(request.param)
+
+
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Runners that are closed after the test."""
@@ -53,6 +59,8 @@ def test_logits_equal_those_of_one_rank(
     ranks: list[Any], make: Make, rng: np.random.Generator, config: ModelConfig, stored: str, dtype: str
 ) -> None:
     """Prefill and decode; and all ranks hold the same residual stream, bit by bit."""
+    if len(ranks) > 2 and ranks[0].kind == "sim" and stored != dtype:
+        pytest.skip("every route of the weights at two simulated ranks, which are slow, is enough")
     pack = 16 if dtype == "fp8" else 8
     if len(ranks) not in config.legal_tp(pack):
         pytest.skip(f"shares of {config.I} at {len(ranks)} ranks are not whole packs of {pack}")
@@ -74,7 +82,7 @@ def test_logits_equal_those_of_one_rank(
 def test_ids_equal_those_of_one_rank(ranks: list[Any], make: Make, temperature: float) -> None:
     """Greedy, and drawn with a seed, until two ids are too close to call; every rank posts the same ids and hashes."""
     model, prompt, seed = biased_checkpoint(TIED), [7, 190, 33], 11
-    steps = 40 if ranks[0].kind == "cuda" else 12
+    steps = 40 if ranks[0].kind == "cuda" else 8
     one, all_ = make(ranks[0], model), make(ranks, model)
     options = {"max_tokens": steps, "temperature": temperature, "seed": seed}
     want, got = list(one.generate(prompt, **options)), list(all_.generate(prompt, **options))
@@ -124,8 +132,8 @@ def test_a_rank_that_stalls_is_named(make: Make, world: int) -> None:
         assert f"waited 50 ms for rank {world - 1} in call" in said
 
 
-def test_a_consumer_that_leaves_early_disturbs_nothing(ranks: list[Any], make: Make) -> None:
-    runner = make(ranks, biased_checkpoint(TIED))
+def test_a_consumer_that_leaves_early_disturbs_nothing(few_ranks: list[Any], make: Make) -> None:
+    runner = make(few_ranks, biased_checkpoint(TIED))
     options = {"max_tokens": 8, "temperature": 0.9, "seed": 5}
     whole = list(runner.generate([3, 4], **options))
     for taken in (1, 3):
@@ -135,10 +143,10 @@ def test_a_consumer_that_leaves_early_disturbs_nothing(ranks: list[Any], make: M
     assert list(runner.generate([3, 4], **options)) == whole
 
 
-def test_a_prompt_of_several_chunks(ranks: list[Any], make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_of_several_chunks(few_ranks: list[Any], make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qwen_raw.model.state.CHUNK", 4)
     model, ids = biased_checkpoint(TIED), [5, 9, 100, 201, 3, 4, 5, 6, 7, 8]
-    one, all_ = make(ranks[0], model), make(ranks, model)
+    one, all_ = make(few_ranks[0], model), make(few_ranks, model)
     (want,) = one.generate(ids, max_tokens=1, temperature=0.0, seed=0)
     logits = one.ranks[0].decode.logits.download()
     (got,) = all_.generate(ids, max_tokens=1, temperature=0.0, seed=0)
@@ -156,7 +164,7 @@ def test_the_built_in_model_equals_golden(ranks: list[Any], make: Make) -> None:
     runner = make(ranks, model)
     for k in range(6) if ranks[0].kind == "cuda" else (0,):
         prompt, want = values[f"prompt{k}"].tolist(), values[f"greedy{k}"].tolist()
-        steps = min(48, 96 - len(prompt)) if ranks[0].kind == "cuda" else 6
+        steps = min(48, 96 - len(prompt)) if ranks[0].kind == "cuda" else 4
         if steps > 0:
             got = list(runner.generate(prompt, max_tokens=steps, temperature=0.0, seed=0))
             assert got == want[:steps], f"prompt {k}"
