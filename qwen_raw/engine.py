@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, cast, get_args
@@ -19,18 +20,18 @@ from loaders.resolve import open_model, open_tokenizer
 from loaders.tokenizer import Tokenizer
 from qwen_raw import checks
 from qwen_raw.config import ModelConfig
-from qwen_raw.device import Device
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.errors import QwenRawError, UsageError, close_all
 from qwen_raw.generation.runner import Progress, Runner
 from qwen_raw.generation.sampling import SamplingParams
 from qwen_raw.generation.stream import Completion, Request, TextStream
 from qwen_raw.observe.stats import Stats, Stopwatch
+from qwen_raw.placement import DeviceName, Kind, Placement, degree, place
 from qwen_raw.reference import ReferenceRunner
 
 __all__ = ["Completion", "Engine", "SamplingParams", "TextStream", "load"]
 
-DeviceName = Literal["auto", "cuda", "cpu", "sim"]
 DType = Literal["auto", "bf16", "fp8"]
+Comm = Literal["auto", "host", "flag", "lamport", "twoshot"]
 Prompt = str | Sequence[int]
 
 _SUPERSEDED = "this generation was ended by a newer request: an engine runs one at a time, finish one before the next"
@@ -40,10 +41,12 @@ DEFAULT_MAX_MODEL_LEN = 32768  # bounds the KV cache of models with a longer con
 def load(
     model: str | os.PathLike[str] | None = None,
     device: str = "auto",
-    tp: int = 1,
+    tp: int | None = None,
     dtype: str = "auto",
     max_model_len: int | None = None,
     progress: Progress | None = None,
+    devices: Sequence[int] | None = None,
+    comm: str = "auto",
 ) -> Engine:
     """Load a model and make it ready to generate.
 
@@ -51,39 +54,45 @@ def load(
       model's name, or None for the built-in tiny-shakespeare.
     device: "cuda"; "cpu", the NumPy reference; "sim", the GPU's kernels simulated on the CPU; "auto" is "cuda" where
       there is a usable GPU and "cpu" elsewhere.
-    tp: tensor-parallel degree; this version runs 1.
+    tp: tensor-parallel degree: how many ranks the model is split over; by default 1, or one for each of `devices`.
     dtype: of the layers' linears. "auto": as stored (fp16 and fp32 become bf16); "fp8" rounds a bf16 checkpoint to
       e4m3 on loading. "bf16" of an fp8 checkpoint is refused: it would double the memory and restore nothing.
     max_model_len: the longest sequence, prompt included; by default the model's context, at most 32768.
+    devices: numbers of the GPUs, one a rank; by default 0, 1, … A GPU that is named twice has two ranks: for tests.
+    comm: how ranks sum a token's shares, a path of qwen_raw/comm/reduce.py; "auto" takes what is fastest.
 
     Raises UsageError for a request that cannot be met, QwenRawError for a failure on the way.
     """
     begin = perf_counter()
-    tp = checks.integer("tp", tp)
+    tp = None if tp is None else checks.integer("tp", tp)
+    gpus = None if devices is None else [checks.integer("devices", n) for n in devices]
     max_model_len = None if max_model_len is None else checks.integer("max_model_len", max_model_len)
     if progress is not None and not callable(progress):
         raise UsageError(f"progress is {progress!r}, expected a function of (stage, done, total)")
     _check_choice("device", device, get_args(DeviceName))
     _check_choice("dtype", dtype, get_args(DType))
+    _check_choice("comm", comm, get_args(Comm))
     checkpoint = open_model(model, cast(DType, dtype))
-    _check_tp(tp, checkpoint.config)
     stored = checkpoint.dtype
+    held = stored if dtype == "auto" else dtype
+    ranks = degree(tp, gpus, checkpoint.config, fp8=held == "fp8")
     if dtype == "bf16" and stored == "fp8":
         raise UsageError(
             f"{checkpoint.config.name} is stored as fp8: dtype bf16 would restore nothing, use auto or fp8"
         )
     length = _context(max_model_len, checkpoint.config)
     tokenizer = open_tokenizer(checkpoint)
-    kind, opened, notes = _open_device(cast(DeviceName, device))
+    placement = place(cast(DeviceName, device), ranks, gpus)
     text_vocab = min(tokenizer.vocab_size, checkpoint.config.V)
-    runner = _runner(opened, checkpoint, stored if dtype == "auto" else dtype, length, text_vocab, progress)
+    runner = _runner(placement, checkpoint, held, length, text_vocab, progress, comm)
     return Engine(
         runner,
         checkpoint,
         tokenizer,
-        device=kind,
+        device=placement.kind,
+        tp=ranks,
         load_s=perf_counter() - begin,
-        notes=(*checkpoint.notes, *notes),
+        notes=(*checkpoint.notes, *placement.notes),
     )
 
 
@@ -100,7 +109,8 @@ class Engine:
         checkpoint: Checkpoint,
         tokenizer: Tokenizer,
         *,
-        device: Literal["cuda", "cpu", "sim"],
+        device: Kind,
+        tp: int,
         load_s: float,
         notes: tuple[str, ...] = (),
     ) -> None:
@@ -110,7 +120,7 @@ class Engine:
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
         self.device = device
-        self.tp = 1
+        self.tp = tp
         self.load_s = load_s
         self.notes = notes
         end = tokenizer.special_tokens.get("<|im_end|>")  # ends a turn, whatever the config calls EOS
@@ -252,15 +262,6 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{name} {value!r} is not one of {', '.join(choices)}")
 
 
-def _check_tp(tp: int, config: ModelConfig) -> None:
-    legal = config.legal_tp()
-    if tp not in legal:
-        fits = " or ".join(filter(None, (", ".join(map(str, legal[:-1])), str(legal[-1]))))
-        raise UsageError(f"tp {tp} does not fit {config.name}'s {config.H} query and {config.KV} KV heads: use {fits}")
-    if tp > 1:
-        raise UsageError(f"tp {tp} is legal for {config.name}, but this version runs on one GPU: use tp 1")
-
-
 def _context(wanted: int | None, config: ModelConfig) -> int:
     """Positions to make room for. The config's max_position has YaRN's factor in it already."""
     if wanted is None:
@@ -270,37 +271,17 @@ def _context(wanted: int | None, config: ModelConfig) -> int:
     return wanted
 
 
-def _open_device(wanted: DeviceName) -> tuple[Literal["cuda", "cpu", "sim"], Device | None, tuple[str, ...]]:
-    """(what it is, the device or None for NumPy, notes). The CUDA packages are imported only where they are wanted."""
-    if wanted == "cpu":
-        return "cpu", None, ()
-    if wanted == "sim":
-        from qwen_raw.simt.device import SimDevice
-
-        return "sim", SimDevice(), ("the kernels are simulated on the CPU: this is slow",)
-    try:
-        from qwen_raw.driver.device import CudaDevice
-
-        return "cuda", CudaDevice(0), ()
-    except QwenRawError as error:
-        if wanted == "cuda" and isinstance(error, UsageError):
-            raise UsageError(f"{error}: use --device cpu to run without a GPU") from error
-        if wanted == "cuda":
-            raise
-        # a machine without a GPU is no news to its owner; a GPU that cannot be used is
-        return "cpu", None, () if isinstance(error, UsageError) else (f"the GPU cannot be used: {error}",)
-
-
 def _runner(
-    device: Device | None,
+    placement: Placement,
     checkpoint: Checkpoint,
     dtype: str,
     max_model_len: int,
     text_vocab: int,
     progress: Progress | None,
+    comm: str,
 ) -> Runner:
-    """Move the weights to where they will be used. A device whose runner cannot be made is closed."""
-    if device is None:
+    """Move the weights to where they will be used. Devices whose runner cannot be made are closed."""
+    if not placement.devices:
         return ReferenceRunner(
             checkpoint, dtype=dtype, max_model_len=max_model_len, text_vocab=text_vocab, progress=progress
         )
@@ -308,10 +289,17 @@ def _runner(
 
     try:
         return DeviceRunner(
-            device, checkpoint, dtype=dtype, max_model_len=max_model_len, text_vocab=text_vocab, progress=progress
+            placement.devices,
+            checkpoint,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            text_vocab=text_vocab,
+            progress=progress,
+            comm=comm,
         )
     except BaseException:
-        device.close()
+        with suppress(QwenRawError):  # what failed fails again on closing
+            close_all([device.close for device in placement.devices])
         raise
 
 

@@ -83,6 +83,13 @@ def ordinals(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def gpu_numbers(text: str) -> list[int]:
+    """Numbers with commas between them: 0,1."""
+    if re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of GPU numbers such as 0,1")
+    return [int(n) for n in text.split(",")]
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, where it runs and how: the same for every command that loads one."""
     group = parser.add_argument_group("model")
@@ -108,9 +115,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--tp",
         "--tensor-parallel-size",
         type=positive,
-        default=1,
         metavar="N",
-        help="GPUs to split the model over (default 1)",
+        help="ranks to split the model over, a GPU each (default 1, or one for each of --devices)",
+    )
+    group.add_argument(
+        "--devices",
+        type=gpu_numbers,
+        metavar="N,N,…",
+        help="the ranks' GPUs (default 0,1,…); a GPU may repeat, for tests: its ranks share it",
+    )
+    group.add_argument(
+        "--comm",
+        choices=("auto", "host", "flag", "lamport", "twoshot"),
+        default="auto",
+        help="how ranks sum their shares of a token (docs/tp.md); auto: what is fastest",
     )
     group.add_argument(
         "-c",

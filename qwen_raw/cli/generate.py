@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             max_model_len=args.max_model_len,
             progress=progress,
+            devices=args.devices,
+            comm=args.comm,
         )
     with engine:
         chat = engine.has_chat_template if args.chat is None else args.chat

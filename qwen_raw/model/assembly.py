@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from qwen_raw.comm.reduce import PATHS, create_reducers
@@ -132,15 +132,3 @@ def describe(devices: Sequence[Device]) -> str:
     ranks = f"{len(devices)} ranks on " if len(gpus) < len(devices) else ""
     count = f"{len(gpus)} × " if len(gpus) > 1 else ""
     return ranks + count + " and ".join(names)
-
-
-def close_all(actions: Sequence[Callable[[], None]]) -> None:
-    """Do all of it, whatever fails; then raise the first failure."""
-    failures = []
-    for action in actions:
-        try:
-            action()
-        except QwenRawError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]

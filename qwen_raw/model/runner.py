@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen_raw.device import F32, Device, Graph
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import QwenRawError, close_all
 from qwen_raw.generation.runner import Progress
 from qwen_raw.kernels.sample import BAD_ID, SLOTS
-from qwen_raw.model.assembly import LIMIT_NS, assemble, close_all, describe, free_bytes
+from qwen_raw.model.assembly import LIMIT_NS, assemble, describe, free_bytes
 from qwen_raw.model.decode import DEFAULT, StepOptions, level
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.rank import Rank

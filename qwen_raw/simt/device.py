@@ -102,6 +102,14 @@ class SimDevice:
         self.host_syncs = 0
         self._captured: list[Callable[[], None]] | None = None
 
+    @staticmethod
+    def of_world(ranks: int) -> list[SimDevice]:
+        """All ranks of a new world, which ends when the first of them is closed."""
+        world = SimWorld(ranks)
+        devices = [SimDevice(world=world, rank=rank) for rank in range(ranks)]
+        devices[0]._own_world = True
+        return devices
+
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> SimBuffer:
         """A new buffer of 0xff bytes: NaN in every float format, so that reading it before writing shows."""
         self.not_capturing("allocating memory")

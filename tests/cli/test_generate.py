@@ -203,3 +203,12 @@ def test_devices(cli: Callable[..., Any]) -> None:
 def test_devices_say_why_nothing_can_be_simulated(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "sim     none: the simulator needs a C++17 compiler; tried no-such-compiler" in cli("devices").out
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="needs a C++17 compiler")
+def test_ranks_generate_what_one_does(cli: Callable[..., Any]) -> None:
+    """The whole way through, on simulated ranks; the report says how many."""
+    arguments = ["generate", "-p", "First", "-n", "3", "--device", "sim", "-c", "32", "--json"]
+    one, two = (json.loads(cli(*arguments, *more).out) for more in ([], ["--tp", "2", "--comm", "lamport"]))
+    assert two["token_ids"] == one["token_ids"] and (one["tp"], two["tp"]) == (1, 2)
+    assert two["device_name"] == "SIMT simulator, 2 ranks"
