@@ -8,7 +8,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ import numpy as np
 from qwen_raw.cli.process import guarded
 from qwen_raw.device import U32
 from qwen_raw.driver.device import CudaDevice
+from qwen_raw.errors import UsageError
 from qwen_raw.kernels.bandwidth import read_all
 from qwen_raw.kernels.synthetic import synthetic_bf16
 
@@ -46,20 +48,35 @@ def command(main: Callable[[], int]) -> NoReturn:
     sys.exit(guarded("bench", main))
 
 
-def time_ms(dev: CudaDevice, work: Callable[[], None], *, repeats: int, warmup: int = 1) -> Timing:
-    """Event time of `work` on the device's stream, each repeat on its own; what `work` queues is all that is timed."""
+def time_ms(
+    devices: CudaDevice | Sequence[CudaDevice], work: Callable[[], None], *, repeats: int, warmup: int = 1
+) -> Timing:
+    """Event time of `work`, each repeat on its own; what `work` queues is all that is timed. The slowest device's."""
+    devs = devices if isinstance(devices, Sequence) else [devices]
     for _ in range(warmup):
         work()
     samples = []
     for _ in range(repeats):
-        begin, end = dev.event(), dev.event()
-        begin.record(dev.stream)
+        pairs = [(dev.event(), dev.event()) for dev in devs]
+        for dev, (begin, _) in zip(devs, pairs, strict=True):
+            begin.record(dev.stream)
         work()
-        end.record(dev.stream)
-        samples.append(end.elapsed_ms(begin))
-        begin.close()
-        end.close()
+        for dev, (_, end) in zip(devs, pairs, strict=True):
+            end.record(dev.stream)
+        samples.append(max(end.elapsed_ms(begin) for begin, end in pairs))
+        for pair in pairs:
+            for event in pair:
+                event.close()
     return Timing(tuple(samples))
+
+
+@contextmanager
+def open_gpus(tp: int | None, ordinals: Sequence[int] | None) -> Iterator[list[CudaDevice]]:
+    """One device a rank, on the GPUs that are named or 0, 1, …; closed after the block."""
+    if ordinals is not None and tp is not None and tp != len(ordinals):
+        raise UsageError(f"tp {tp} with {len(ordinals)} devices: name one GPU a rank, or leave one out")
+    with ExitStack() as stack:
+        yield [stack.enter_context(CudaDevice(n)) for n in (ordinals or range(tp or 1))]
 
 
 def read_ceiling(dev: CudaDevice, nbytes: int = 4 << 30, repeats: int = 7) -> float:
@@ -99,10 +116,12 @@ def git_commit() -> str:
     return head.stdout.strip() + ("+" if dirty.returncode else "")
 
 
-def save(name: str, env: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path = RESULTS) -> Path:
-    """Write {environment, command, rows} to `folder`/name.json."""
+def save(
+    name: str, env: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path = RESULTS, variant: str = ""
+) -> Path:
+    """Write {environment, command, rows} of bench `name` to `folder`/name.json, or name_variant.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
+    path = folder / (f"{name}_{variant}.json" if variant else f"{name}.json")
     command = ["python", "-m", f"bench.{name}", *sys.argv[1:]]
     path.write_text(json.dumps({"environment": env, "command": command, "rows": list(rows)}, indent=1) + "\n")
     return path

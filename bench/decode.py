@@ -1,26 +1,33 @@
 """Decode speed at batch 1: tg128, replays of the captured step back to back, and the same seen from the host.
 
     python -m bench.decode [--model SPEC[:DTYPE] …] [--context N …] [--tokens 128] [--repeats 5]
+                           [--tp N] [--devices N,N,…] [--comm PATH]
 
-`tok/s` is event time of the replays alone; `host` is (n - 1) / (t_last - t_first) over ids read through the engine's
-own ring. GB/s counts the weights once a token (LM head included) plus the KV cache at that length; `of read` is
-its share of the read ceiling measured in the same run. A context is set by moving the position: the keys are whatever
-the cache holds, which decode reads at the same cost.
+`tok/s` is event time of the replays alone, of the slowest rank; `host` is (n - 1) / (t_last - t_first) over ids read
+through the engine's own ring. GB/s counts the weights once a token (LM head included) plus the KV cache at that length,
+of all ranks; `of read` is its share of the read ceiling of their GPUs, measured in the same run on the first. A context
+is set by moving the position: the keys are whatever the cache holds, which decode reads at the same cost.
+
+With several ranks, `reduce` is what a sum over ranks adds: the step less the step without them, over 2·L.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
+from bench.common import RESULTS, command, environment, open_gpus, read_ceiling, save, time_ms
 from loaders.resolve import open_model
-from qwen_raw.cli.arguments import Parser, natural, positive
+from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.model.runner import DeviceRunner
+from qwen_raw.model.decode import StepOptions
+from qwen_raw.model.runner import DeviceRunner, Step
+from qwen_raw.placement import degree
 
 DEFAULT = ["tiny-shakespeare:bf16", "random:0.5b:bf16", "random:7b:bf16", "random:7b:fp8"]
+COLUMNS = ("model", "dtype", "tp", "context", "tok/s", "", "host", "GB/s", "of read", "reduce µs", "load s")
 
 
 def split_spec(spec: str) -> tuple[str, Literal["bf16", "fp8"]]:
@@ -31,42 +38,69 @@ def split_spec(spec: str) -> tuple[str, Literal["bf16", "fp8"]]:
     return (model if dtype == "bf16" else spec), "bf16"
 
 
+def open_runner(devices: Sequence[CudaDevice], spec: str, length: int, comm: str = "auto") -> DeviceRunner:
+    """The model split over the devices, with room for `length` positions."""
+    model, dtype = split_spec(spec)
+    checkpoint = open_model(model, dtype)
+    config = checkpoint.config
+    degree(len(devices), None, config, fp8=dtype == "fp8")
+    return DeviceRunner(
+        devices, checkpoint, dtype=dtype, max_model_len=min(length, config.max_position), text_vocab=config.V,
+        owns_device=False, comm=comm,
+    )  # fmt: skip
+
+
+def step_us(
+    devices: Sequence[CudaDevice], runner: DeviceRunner, context: int, tokens: int, repeats: int, step: Step | None
+) -> tuple[float, float]:
+    """(median µs of a step, spread) of `tokens` replays back to back."""
+    timing = time_ms(devices, lambda: runner.replay(context, tokens, step), repeats=repeats)
+    return timing.median * 1e3 / tokens, timing.spread
+
+
 def measure(
-    dev: CudaDevice, spec: str, contexts: list[int], tokens: int, repeats: int, ceiling: float
+    devices: Sequence[CudaDevice], spec: str, comm: str, contexts: list[int], tokens: int, repeats: int, ceiling: float
 ) -> list[dict[str, Any]]:
     """One row a context."""
     model, dtype = split_spec(spec)
     begin = time.perf_counter()
-    checkpoint = open_model(model, dtype)
-    max_len = min(max(contexts) + 2 * tokens + 64, checkpoint.config.max_position)
-    runner = DeviceRunner(
-        dev, checkpoint, dtype=dtype, max_model_len=max_len, text_vocab=checkpoint.config.V, owns_device=False
-    )
+    runner = open_runner(devices, spec, max(contexts) + 2 * tokens + 64, comm)
     load_s = time.perf_counter() - begin
-    rows = []
+    gpus, rows = len({dev.ordinal for dev in devices}), []
+    without = runner.capture_step(StepOptions(skip=frozenset({"reduce"}))) if len(devices) > 1 else None
     for context in contexts:
-        if context + tokens > max_len:
+        if context + tokens > runner.max_model_len:
             continue
-        timing = time_ms(dev, lambda n=context: runner.replay(n, tokens), repeats=repeats)  # type: ignore[misc]
-        rate = tokens / (timing.median * 1e-3)
-        kv = runner.config.kv_bytes_per_token() * (context + tokens / 2)
-        moved = (runner.bytes_per_token + kv) * rate
-        row = {
-            "model": model, "dtype": dtype, "context": context, "tokens": tokens, "repeats": repeats,
-            "tok_s": rate, "spread": timing.spread, "gb_s": moved / 1e9, "of_read": moved / ceiling,
-            "read_gb_s": ceiling / 1e9, "load_s": load_s,
+        us, spread = step_us(devices, runner, context, tokens, repeats, None)
+        kv = sum(rank.shard.local.kv_bytes_per_token() for rank in runner.ranks) * (context + tokens / 2)
+        moved = (runner.bytes_per_token + kv) / us * 1e6
+        row: dict[str, Any] = {
+            "model": model, "dtype": dtype, "tp": len(devices), "devices": [dev.ordinal for dev in devices],
+            "context": context, "tokens": tokens, "repeats": repeats, "tok_s": 1e6 / us, "spread": spread,
+            "gb_s": moved / 1e9, "of_read": moved / (ceiling * gpus), "read_gb_s": ceiling / 1e9, "load_s": load_s,
         }  # fmt: skip
+        if without is not None:
+            alone, _ = step_us(devices, runner, context, tokens, repeats, without)
+            row |= {"comm": comm, "us_without_reduce": alone, "reduce_us": (us - alone) / (2 * runner.config.L)}
         if context == 0:
             row["host_tok_s"] = host_rate(runner, tokens)
         rows.append(row)
-        host = f"{row['host_tok_s']:9.1f}" if "host_tok_s" in row else " " * 9
-        print(
-            f"{model:18} {dtype:5} {context:7} {rate:9.1f} ±{100 * timing.spread:4.1f}% {host} {moved / 1e9:8.0f} "
-            f"{moved / ceiling:7.3f} {load_s:7.1f}",
-            flush=True,
-        )
+        print(line(row), flush=True)
+    if without is not None:
+        without.close()
     runner.close()
     return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as people read it."""
+    host = f"{row['host_tok_s']:.1f}" if "host_tok_s" in row else ""
+    reduce = f"{row['reduce_us']:.3f}" if "reduce_us" in row else ""
+    return (
+        f"{row['model']:18} {row['dtype']:5} {row['tp']:2} {row['context']:7} {row['tok_s']:9.1f} "
+        f"±{100 * row['spread']:4.1f}% {host:>9} {row['gb_s']:8.0f} {row['of_read']:7.3f} {reduce:>9} "
+        f"{row['load_s']:6.1f}"
+    )
 
 
 def host_rate(runner: DeviceRunner, tokens: int) -> float:
@@ -83,22 +117,24 @@ def main() -> int:
     parser.add_argument("--context", type=natural, action="append", help="repeatable; default 0")
     parser.add_argument("--tokens", type=positive, default=128)
     parser.add_argument("--repeats", type=positive, default=5)
-    parser.add_argument("--device", type=natural, default=0)
-    parser.add_argument("--commit", help="recorded in the JSON where there is no git checkout")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of decode.json")
-    a = parser.parse_args()
-    dev = CudaDevice(a.device)
-    ceiling = read_ceiling(dev)
-    print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")
-    print(
-        f"{'model':18} {'dtype':5} {'context':>7} {'tok/s':>9} {'':6} {'host':>9} {'GB/s':>8} "
-        f"{'of read':>7} {'load s':>7}"
+    parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
+    parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
+    parser.add_argument(
+        "--comm", default="auto", help="path of the sums over ranks: auto, lamport, flag, twoshot, host"
     )
-    rows = []
-    for spec in a.model or DEFAULT:
-        rows += measure(dev, spec, a.context or [0], a.tokens, a.repeats, ceiling)
-    print(f"# written: {save('decode', environment(dev, a.commit), rows, a.output).name}")
-    dev.close()
+    parser.add_argument("--commit", help="recorded in the JSON where there is no git checkout")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of decode.json, or decode_tpN.json")
+    a = parser.parse_args()
+    with open_gpus(a.tp, a.devices) as devices:
+        ceiling = read_ceiling(devices[0])
+        print(f"# {devices[0].name}, {devices[0].driver}; reads reach {ceiling / 1e12:.2f} TB/s")
+        print("{:18} {:5} {:>2} {:>7} {:>9} {:6} {:>9} {:>8} {:>7} {:>9} {:>6}".format(*COLUMNS))
+        rows = []
+        for spec in a.model or DEFAULT:
+            rows += measure(devices, spec, a.comm, a.context or [0], a.tokens, a.repeats, ceiling)
+        variant = f"tp{len(devices)}" if len(devices) > 1 else ""
+        path = save("decode", environment(devices[0], a.commit), rows, a.output, variant)
+        print(f"# written: {path.name}")
     return 0
 
 

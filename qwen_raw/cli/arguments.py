@@ -83,13 +83,6 @@ def ordinals(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def gpu_numbers(text: str) -> list[int]:
-    """Numbers with commas between them: 0,1."""
-    if re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of GPU numbers such as 0,1")
-    return [int(n) for n in text.split(",")]
-
-
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, where it runs and how: the same for every command that loads one."""
     group = parser.add_argument_group("model")
@@ -120,7 +113,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--devices",
-        type=gpu_numbers,
+        type=ordinals,
         metavar="N,N,…",
         help="the ranks' GPUs (default 0,1,…); a GPU may repeat, for tests: its ranks share it",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from qwen_raw.comm.reduce import PATHS, create_reducers
+from qwen_raw.comm.reduce import create_reducers
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, Device
 from qwen_raw.errors import QwenRawError
@@ -79,13 +79,12 @@ def _section(progress: Progress | None, before: int, total: int) -> Progress | N
 
 
 def _residuals(devices: Sequence[Device], c: ModelConfig, chunk: int, comm: str, limit_ns: int) -> list[Residual]:
-    """A token's shares are summed by `comm`; a chunk's in two shots, as bytes count there, unless `comm` insists."""
+    """A token's shares are summed by `comm`; a chunk's, where bytes count, in two shots unless `comm` insists."""
     if len(devices) == 1:
         return [Alone(devices[0])]
     small = create_reducers(devices, path=comm, elements=c.D, limit_ns=limit_ns)
-    insisted = comm not in ("auto", "lamport")
-    large_path = comm if insisted or "twoshot" not in PATHS else "twoshot"
-    large = create_reducers(devices, path=large_path, elements=chunk * c.D, limit_ns=limit_ns)
+    path = "auto" if comm == "lamport" else comm  # which would push every chunk to all: twice the bytes at 4 ranks
+    large = create_reducers(devices, path=path, elements=chunk * c.D, limit_ns=limit_ns)
     return [Summed(device, device.empty((c.D,), BF16), small[rank], large[rank]) for rank, device in enumerate(devices)]
 
 

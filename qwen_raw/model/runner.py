@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,8 +155,14 @@ class DeviceRunner:
             if len(self.ranks) == 1:
                 yield
             else:
-                with uninterrupted(), self.devices[0].queueing():
+                held = self.devices[0].queueing() if self._capturable else nullcontext()
+                with uninterrupted(), held:
                     yield
+
+    @property
+    def _capturable(self) -> bool:
+        """Whether nothing in a step needs the host."""
+        return all(rank.residual.capturable for rank in self.ranks)
 
     @contextmanager
     def _naming_ranks(self) -> Iterator[None]:

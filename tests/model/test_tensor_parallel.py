@@ -1,5 +1,8 @@
 """Several ranks compute what one does, and each of them the same bits: simulated, on shared GPUs, and on two."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +12,11 @@ import numpy as np
 import pytest
 from model.ranks import KINDS, ODD, TIED, biased_checkpoint, open_ranks, sure
 
+import qwen_raw
 from loaders.resolve import open_model
+from qwen_raw.comm.reduce import PATHS
 from qwen_raw.config import ModelConfig
+from qwen_raw.driver.probe import probe
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.sampling import gumbel_noise
 from qwen_raw.model.runner import DeviceRunner
@@ -130,6 +136,39 @@ def test_a_rank_that_stalls_is_named(make: Make, world: int) -> None:
         runner = make(devices, biased_checkpoint(replace(TIED, I=64)), limit_ns=50_000_000)
         said = fails_without_the_last(runner)
         assert f"waited 50 ms for rank {world - 1} in call" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["0,0", "0,1"])
+def test_a_rank_that_stalls_on_a_gpu_is_named(which: str) -> None:
+    """And the process ends, with one line for the failure and none of anything else."""
+    if which == "0,1" and len(probe().gpus) < 2:
+        pytest.skip("needs two GPUs")
+    roots = [str(Path(__file__).parents[1]), str(Path(qwen_raw.__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-m", "model.stalled_rank", which],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(roots)},
+    )
+    assert done.returncode == 1 and done.stderr == "", done.stderr
+    assert "rank 0 waited 300 ms for rank 1 in call" in done.stdout and done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_of_the_sums(few_ranks: list[Any], make: Make, path: str) -> None:
+    """The residual stream of prefill and decode, and the ids; "host" without a graph."""
+    model, ids = biased_checkpoint(replace(TIED, H=4, KV=2, I=64)), [3, 4, 150]
+    if len(few_ranks) > 2:
+        pytest.skip("the path does not depend on how many there are")
+    one, all_ = make(few_ranks[0], model), make(few_ranks, model, comm=path)
+    for logits in ("logits", "decode_logits"):
+        want, got = getattr(one, logits)(ids), getattr(all_, logits)(ids)
+        assert np.abs(got - want).max() < 1e-2 * np.abs(want).max()
+    first = list(all_.generate(ids, max_tokens=4, temperature=0.9, seed=5))
+    assert list(all_.generate(ids, max_tokens=4, temperature=0.9, seed=5)) == first
+    assert bool(all_._live_step().graphs) == (path != "host")
 
 
 def test_a_consumer_that_leaves_early_disturbs_nothing(few_ranks: list[Any], make: Make) -> None:
