@@ -6,6 +6,7 @@ NumPy's scalars are welcome and come back as Python's, so that what is reported 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +22,13 @@ def integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         _refuse(name, value, "an integer")
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """A sequence of integers of any kind."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        _refuse(name, values, "a list of integers")
+    return [integer(f"an element of {name}", value) for value in values]
 
 
 def number(name: str, value: Any) -> float:

@@ -65,7 +65,7 @@ def load(
     """
     begin = perf_counter()
     tp = None if tp is None else checks.integer("tp", tp)
-    gpus = None if devices is None else [checks.integer("devices", n) for n in devices]
+    gpus = None if devices is None else checks.integers("devices", devices)
     max_model_len = None if max_model_len is None else checks.integer("max_model_len", max_model_len)
     if progress is not None and not callable(progress):
         raise UsageError(f"progress is {progress!r}, expected a function of (stage, done, total)")
@@ -92,7 +92,7 @@ def load(
         device=placement.kind,
         tp=ranks,
         load_s=perf_counter() - begin,
-        notes=(*checkpoint.notes, *placement.notes),
+        notes=(*checkpoint.notes, *placement.notes, *_without_effect(comm, ranks)),
     )
 
 
@@ -260,6 +260,10 @@ class Engine:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise UsageError(f"{name} {value!r} is not one of {', '.join(choices)}")
+
+
+def _without_effect(comm: str, ranks: int) -> tuple[str, ...]:
+    return (f"comm {comm} has no effect: one rank has nothing to sum",) if comm != "auto" and ranks == 1 else ()
 
 
 def _context(wanted: int | None, config: ModelConfig) -> int:

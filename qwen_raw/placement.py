@@ -66,8 +66,8 @@ def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None) -> Placeme
     try:
         return Placement("cuda", _open_gpus(range(ranks) if gpus is None else gpus))
     except QwenRawError as error:
-        one = ranks == 1 and gpus is None
-        if wanted == "auto" and one:
+        one = ranks == 1
+        if wanted == "auto" and one and gpus is None:
             # a machine without a GPU is no news to its owner; a GPU that cannot be used is
             return Placement("cpu", (), () if isinstance(error, UsageError) else (f"the GPU cannot be used: {error}",))
         if not isinstance(error, UsageError):

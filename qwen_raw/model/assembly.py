@@ -108,10 +108,11 @@ def check_memory(devices: Sequence[Device], parts: Sequence[Shard], *, fp8: bool
         gib = [f"{n / 2**30:.1f} GiB" for n in (weights, state, free, total)]
         name = here[0][0].name + (f" (GPU {ordinal})" if len(parts) > 1 else "")
         share = f" for {len(here)} of {len(parts)} ranks" if len(parts) > 1 else ""
+        smaller = ["--max-model-len"] if weights < free else []
+        advice = [f"a smaller {' or '.join([*smaller, 'model'])}", *([] if fp8 else ["--dtype fp8"])]
         raise QwenRawError(
             f"{c.name or 'the model'} needs {gib[0]} for weights and {gib[1]} for a context of {max_len}{share}; "
-            f"{gib[2]} of {gib[3]} are free on {name}: "
-            "use a smaller --max-model-len, --dtype fp8 or a smaller model"
+            f"{gib[2]} of {gib[3]} are free on {name}: use {', '.join(advice)}, or more GPUs"
         )
 
 

@@ -91,9 +91,11 @@ def decode_layer(
     yield
 
 
-def lm_head(dev: Device, c: ModelConfig, w: Weights, h: Buffer, logits: Buffer, *, pdl: bool = False) -> None:
+def lm_head(
+    dev: Device, c: ModelConfig, w: Weights, h: Buffer, logits: Buffer, *, head: Gemv = GEMV_BF16, pdl: bool = False
+) -> None:
     """logits f32 [V] of one row h f32 [D], the last norm included."""
-    GEMV_BF16.logits(dev, logits, h, w.norm, w.head, c.rms_eps, pdl=pdl)
+    head.logits(dev, logits, h, w.norm, w.head, c.rms_eps, pdl=pdl)
 
 
 def decode_step(
@@ -116,6 +118,6 @@ def decode_step(
     for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
         yield from decode_layer(dev, c, layer, k, v, rope, b, gemv, residual, options)
     if "head" not in options.skip:
-        head.logits(dev, b.logits, b.h, w.norm, w.head, c.rms_eps, pdl=options.pdl)
+        lm_head(dev, c, w, b.h, b.logits, head=head, pdl=options.pdl)
     if "sample" not in options.skip:
         sample(dev, b.logits, b.sampler, pdl=options.pdl)

@@ -212,7 +212,9 @@ def test_a_model_may_be_a_path(copy: Path) -> None:
         ({"model": "random:72b", "tp": 6}, "tp 6 does not fit random:72b's 64 query and 8 KV heads: use 1, 2, 4 or 8"),
         ({"devices": [0, 1], "tp": 1}, "tp 1 with 2 devices: name one GPU a rank"),
         ({"devices": []}, "devices names no GPU"),
-        ({"devices": ["0"]}, "devices is '0' \\(str\\), expected an integer"),
+        ({"devices": ["0"]}, "an element of devices is '0' \\(str\\), expected an integer"),
+        ({"devices": 0}, "devices is 0 \\(int\\), expected a list of integers"),
+        ({"devices": "0,1"}, "devices is '0,1' \\(str\\), expected a list of integers"),
         ({"devices": [0], "device": "sim"}, "devices names GPUs: it does not go with device sim"),
         ({"comm": "smoke"}, "comm 'smoke' is not one of auto, host, flag, lamport, twoshot"),
         ({"tp": 1.0}, "tp is 1.0 \\(float\\), expected an integer"),
@@ -318,6 +320,11 @@ def test_the_first_failure_is_the_one_reported(monkeypatch: pytest.MonkeyPatch) 
         raise ValueError("first")
 
 
+def test_what_one_rank_has_no_use_for_is_named() -> None:
+    with load(device="cpu", max_model_len=8, comm="flag") as engine:
+        assert engine.notes == ("comm flag has no effect: one rank has nothing to sum",)
+
+
 def test_progress_reaches_its_total() -> None:
     seen: list[tuple[str, int, int]] = []
     load(device="cpu", progress=lambda *step: seen.append(step)).close()
@@ -336,8 +343,11 @@ def test_cuda_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise QwenRawError("cuCtxCreate failed: CUDA_ERROR_UNKNOWN")
 
     monkeypatch.setattr(device, "CudaDevice", absent)
-    with pytest.raises(UsageError, match="no NVIDIA driver was found on this machine: use --device cpu"):
-        load(device="cuda")
+    for gpus in (None, [0]):
+        with pytest.raises(UsageError, match="no NVIDIA driver was found on this machine: use --device cpu"):
+            load(device="cuda", devices=gpus)
+    with pytest.raises(UsageError, match="no NVIDIA driver was found on this machine: a GPU may have several ranks"):
+        load(devices=[0, 0])
     with load(device="auto", max_model_len=8) as engine:
         assert (engine.device, engine.notes) == ("cpu", ())
     monkeypatch.setattr(device, "CudaDevice", broken)

@@ -150,7 +150,13 @@ def test_a_long_prompt_crosses_chunks(dev: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_sizes(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(dev), "memory_info", lambda self: (1 << 20, 1 << 30))
+    """And the advice is what would help: a context when the weights alone fit, fp8 when they are not fp8."""
     model = open_model("tiny-shakespeare")
-    with pytest.raises(QwenRawError, match=r"GiB for weights .* are free"):
-        DeviceRunner(dev, model, dtype="bf16", max_model_len=2048, text_vocab=4096, owns_device=False)
+    for free, dtype, advice in (
+        (1 << 20, "bf16", "a smaller model, --dtype fp8, or more GPUs"),
+        (1 << 20, "fp8", "a smaller model, or more GPUs"),
+        (25 << 20, "bf16", "a smaller --max-model-len or model, --dtype fp8, or more GPUs"),
+    ):
+        monkeypatch.setattr(type(dev), "memory_info", lambda self, n=free: (n, 1 << 30))
+        with pytest.raises(QwenRawError, match=rf"GiB for weights .* are free on .*: use {advice}$"):
+            DeviceRunner(dev, model, dtype=dtype, max_model_len=2048, text_vocab=4096, owns_device=False)
