@@ -20,8 +20,10 @@ from qwen_raw.driver.probe import probe
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.sampling import gumbel_noise
 from qwen_raw.model.runner import DeviceRunner
+from qwen_raw.reference import KVCache, ReferenceModel
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN_TOLERANCE = 6e-2  # twice what bf16 activations cost a logit (test_device_runner.py)
 CONFIGS = {"odd": ODD, "tied": TIED}
 Make = Callable[..., DeviceRunner]
 
@@ -196,14 +198,20 @@ def test_a_prompt_of_several_chunks(few_ranks: list[Any], make: Make, monkeypatc
 
 
 def test_the_built_in_model_equals_golden(ranks: list[Any], make: Make) -> None:
-    """tiny-shakespeare's greedy ids, at the degrees that it can be split into."""
+    """tiny-shakespeare's greedy ids, until the golden top two are too close to call, at the degrees that it takes."""
     model, values = open_model("tiny-shakespeare"), np.load(GOLDEN / "tiny-shakespeare.npz")
     if len(ranks) not in model.config.legal_tp():
         pytest.skip(f"tiny-shakespeare does not split into {len(ranks)}")
-    runner = make(ranks, model)
+    runner, compared = make(ranks, model), 0
     for k in range(6) if ranks[0].kind == "cuda" else (0,):
         prompt, want = values[f"prompt{k}"].tolist(), values[f"greedy{k}"].tolist()
         steps = min(48, 96 - len(prompt)) if ranks[0].kind == "cuda" else 4
-        if steps > 0:
-            got = list(runner.generate(prompt, max_tokens=steps, temperature=0.0, seed=0))
-            assert got == want[:steps], f"prompt {k}"
+        if steps < 1:
+            continue
+        reference = ReferenceModel(model.config, model, activations="fp32")
+        rows = reference.forward(prompt + want[: steps - 1], KVCache(model.config, 96))[-steps:]
+        certain = sure(rows, GOLDEN_TOLERANCE)
+        got = list(runner.generate(prompt, max_tokens=steps, temperature=0.0, seed=0))
+        assert got[:certain] == want[:certain], f"prompt {k}"
+        compared += certain
+    assert compared >= (40 if ranks[0].kind == "cuda" else 3)
