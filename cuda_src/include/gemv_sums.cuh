@@ -12,17 +12,18 @@ DEVICE Share block_share(int units) {
   return {begin, int(int64_t(units) * (blockIdx.x + 1) / gridDim.x) - begin};
 }
 
-// Shared memory of a block: part[warp][rows + 1] sums, the last column for Σ h²; then two arrays of `rows` constants.
+// Shared memory of a block: part[warp][rows + 1] sums, the last column for Σ h², of the `warps` warps that share a row; then two arrays of
+// `rows` constants.
 struct Sums {
   float* part;
-  int rows;
+  int rows, warps = int(blockDim.x) / WARP;
   DEVICE float* warp(int w) const { return part + w * (rows + 1); }
-  DEVICE float* constants(int i) const { return part + int(blockDim.x) / WARP * (rows + 1) + i * rows; }
+  DEVICE float* constants(int i) const { return part + warps * (rows + 1) + i * rows; }
   // Column j over all warps, in every thread that asks. Valid after the engine's multiply.
   DEVICE float total(int j) const {
     float s = 0.f;
 #pragma unroll 8
-    for (int w = 0; w < int(blockDim.x) / WARP; w++) s += warp(w)[j];
+    for (int w = 0; w < warps; w++) s += warp(w)[j];
     return s;
   }
   // RMSNorm's scalar, from the last column.

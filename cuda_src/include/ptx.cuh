@@ -58,6 +58,12 @@ DEVICE uint32_t ld_acquire_sys_u32(const uint32_t* p) {
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+// The same between blocks of one GPU.
+DEVICE uint32_t ld_acquire_gpu_u32(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 // The host's id ring: one 8-byte store, so that the host never sees half a word.
 DEVICE void st_release_sys_u64(uint64_t* p, uint64_t v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void red_release_sys_add_u32(uint32_t* p, uint32_t v) { asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
@@ -90,6 +96,8 @@ DEVICE float ex2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// v as it is, but the compiler no longer knows it: what is computed from it in a loop is not moved out of the loop, into registers.
+DEVICE void opaque(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
 // c[16×8] += a[16×16] · b[16×8], bf16 operands, fp32 accumulators. With g = lane/4, t = lane%4:
 // a[0] = (g, 2t..2t+1), a[1] = (g+8, 2t..), a[2] = (g, 2t+8..), a[3] = (g+8, 2t+8..); b[0] = (2t..2t+1, g), b[1] = (2t+8.., g);
 // c[0..1] = (g, 2t..2t+1), c[2..3] = (g+8, 2t..2t+1).
@@ -142,6 +150,11 @@ DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) {
   SM90_ASM("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
            : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
   return done;
+}
+// One thread copies `bytes` neighbouring bytes into shared memory, counted by `bar`. All three are multiples of 16.
+DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+           ::"r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(bar)) : "memory");
 }
 // Fetches a tensor map ahead of the first copy that needs it.
 DEVICE void tensor_map_prefetch(const TensorMap& map) { SM90_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }

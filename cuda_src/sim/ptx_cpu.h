@@ -38,6 +38,7 @@ inline T load_as(const void* p, Order order, Place place) {
 inline uint32_t ld_volatile_u32(const uint32_t* p, SIMT_PLACE) { return simt::load_as<uint32_t>(p, simt::Order::RELAXED, place); }
 inline uint4 ld_volatile_v4(const void* p, SIMT_PLACE) { return simt::load_as<uint4>(p, simt::Order::RELAXED, place); }
 inline uint32_t ld_acquire_sys_u32(const uint32_t* p, SIMT_PLACE) { return simt::load_as<uint32_t>(p, simt::Order::ACQUIRE, place); }
+inline uint32_t ld_acquire_gpu_u32(const uint32_t* p, SIMT_PLACE) { return simt::load_as<uint32_t>(p, simt::Order::ACQUIRE, place); }
 inline void st_volatile_u32(uint32_t* p, uint32_t v, SIMT_PLACE) { simt::store(p, &v, 4, simt::Order::RELAXED, place); }
 inline void st_volatile_v4(void* p, uint4 v, SIMT_PLACE) { simt::store(p, &v, 16, simt::Order::RELAXED, place); }
 inline void st_release_sys_u32(uint32_t* p, uint32_t v, SIMT_PLACE) { simt::store(p, &v, 4, simt::Order::RELEASE, place); }
@@ -58,6 +59,7 @@ inline float ex2_approx(float x) {
   const float y = exp2f(fabsf(x) < 1.17549435e-38f ? 0.f : x);
   return y < 1.17549435e-38f ? 0.f : y;
 }
+inline void opaque(uint4&) {}
 namespace simt {
 static constexpr WarpOp MMA_BF16_16816{"mma_bf16_16816", mma_bf16_16816, false};
 static constexpr WarpOp MMA_F16_16816{"mma_f16_16816", mma_f16_16816, false};
@@ -78,6 +80,7 @@ inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint64_t* bar, SIMT_PLACE) { simt::mbarrier_arrive(bar, 0, place); }
 inline void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes, SIMT_PLACE) { simt::mbarrier_arrive(bar, bytes, place); }
 inline bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, SIMT_PLACE) { return simt::mbarrier_try_wait(bar, parity, place); }
+inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, SIMT_PLACE) { simt::bulk_load(dst, src, bytes, bar, place); }
 inline void tensor_map_prefetch(const TensorMap&) {}
 inline void tma_load_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, SIMT_PLACE) {
   const int at[2] = {x, y};
