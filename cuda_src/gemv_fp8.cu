@@ -9,16 +9,16 @@
 // e4m3 → f16 → f32, exactly; sums are fp32.
 // minimum arch: sm_80 (the conversion is one instruction from sm_89 on, software below)
 #include "include/gemv.cuh"
-#include "include/gemv_fma.cuh"
+#include "include/gemv_ahead.cuh"
 
 // Where the compiler would spill: below sm_89 the conversion in software takes the registers of a second row in flight; for sm_100 to
 // sm_119 NVRTC 12.9 needs more than half of the registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr int ADD_C4_ROWS = 1, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
+constexpr int ADD_C2_ROWS = 2, ADD_C4_ROWS = 1, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr int ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 1, QKV_C1_BLOCKS = 1;
+constexpr int ADD_C2_ROWS = 4, ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 1, QKV_C1_BLOCKS = 1;
 #else
-constexpr int ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
+constexpr int ADD_C2_ROWS = 4, ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
 #endif
 
 #define GEMV_ADD(C, R, THREADS, BLOCKS)                                                      \
@@ -39,7 +39,7 @@ constexpr int ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
     gemv_store<Fma<WeightE4m3, C, R, false>>(y, x, w, scale, N, K, shared);                  \
   }
 GEMV_ADD(1, 8, 256, 2)
-GEMV_ADD(2, 4, 512, 1)
+GEMV_ADD(2, ADD_C2_ROWS, 640, 1)
 GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
 
 #define GEMV_NORMED(C, R, THREADS, SWIGLU_BLOCKS, QKV_BLOCKS)                                                                               \
@@ -70,3 +70,12 @@ GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
   }
 GEMV_NORMED(1, 8, 256, SWIGLU_C1_BLOCKS, QKV_C1_BLOCKS)
 GEMV_NORMED(2, 4, 512, 1, 1)
+
+KERNEL_OCC(256, 2) void gemv_add_fp8_a1(float* h, const bf16* x, const e4m3* w, const float* scale, int N, int K) {
+  DYN_SHARED(float, shared);
+  gemv_add<FmaAhead<WeightE4m3, 1, 8, false>>(h, x, w, scale, N, K, shared);
+}
+KERNEL_OCC(256, 2) void gemv_qkv_fp8_a1(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, const bf16* g, const e4m3* w, const float* scale, const float* bias, const float2* rope, const int32_t* pos, int H, int KV, int log_half, int max_len, int K, float eps) {
+  DYN_SHARED(float, shared);
+  gemv_qkv<FmaAhead<WeightE4m3, 1, 8, true>>(q, k_cache, v_cache, h, g, w, scale, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);
+}

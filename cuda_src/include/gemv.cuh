@@ -27,7 +27,7 @@ DEVICE void gemv_add(float* h, const bf16* x, const typename Engine::W::type* w,
   const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
   const Sums sums{shared, rows.count};
   Engine engine;
-  engine.request(at, rows.count, K);
+  engine.request(sums, at, K);
   if (Engine::W::SCALED) stage(sums.constants(0), scale + rows.begin, rows.count);
   griddep_wait();
   const int j = threadIdx.x;
@@ -48,7 +48,7 @@ DEVICE void gemv_store(bf16* y, const bf16* x, const typename Engine::W::type* w
   const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
   const Sums sums{shared, rows.count};
   Engine engine;
-  engine.request(at, rows.count, K);
+  engine.request(sums, at, K);
   const float* scales = sums.constants(0);
   if (Engine::W::SCALED) stage(sums.constants(0), scale + rows.begin, rows.count);
   griddep_wait();
@@ -67,7 +67,7 @@ DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename
   const RowsGateUp<typename Engine::W::type> at{w_gate + int64_t(units.begin) * K, w_up + int64_t(units.begin) * K, K};
   const Sums sums{shared, 2 * units.count};
   Engine engine;
-  engine.request(at, sums.rows, K);
+  engine.request(sums, at, K);
   engine.norm_weight(g, K);
   float *gates = sums.constants(0), *ups = sums.constants(1);
   if (Engine::W::SCALED) stage(gates, s_gate + units.begin, units.count), stage(ups, s_up + units.begin, units.count);
@@ -93,7 +93,7 @@ DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, cons
   const RowsRotary<typename Engine::W::type> at{w, K, units.begin, log_half};
   const Sums sums{shared, 2 * units.count};
   Engine engine;
-  engine.request(at, sums.rows, K);
+  engine.request(sums, at, K);
   engine.norm_weight(g, K);
   float *biases = sums.constants(0), *scales = sums.constants(1);
   for (int j = threadIdx.x; j < sums.rows; j += blockDim.x) {
@@ -129,7 +129,7 @@ DEVICE void gemv_logits(float* logits, const float* h, const bf16* g, const type
   const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
   const Sums sums{shared, rows.count};
   Engine engine;
-  engine.request(at, rows.count, K);
+  engine.request(sums, at, K);
   engine.norm_weight(g, K);
   griddep_wait();
   const float ss = engine.normed(h, K);

@@ -171,7 +171,7 @@ struct Fma {
 
   // Before griddep_wait.
   template <class Rows>
-  DEVICE void request(const Rows& rows, int count, int K) { request_first(flight, rows, count, K); }
+  DEVICE void request(const Sums& sums, const Rows& rows, int K) { request_first(flight, rows, sums.rows, K); }
   DEVICE void norm_weight(const bf16* g, int K) { fetch_x(plain, g, K); }
   // After it. normed: returns this thread's share of Σ h².
   DEVICE void input(const bf16* x, int K) { fetch_x(plain, x, K); }

@@ -18,6 +18,7 @@ struct Sums {
   int rows;
   DEVICE float* warp(int w) const { return part + w * (rows + 1); }
   DEVICE float* constants(int i) const { return part + int(blockDim.x) / WARP * (rows + 1) + i * rows; }
+  DEVICE int bytes() const { return (int(blockDim.x) / WARP * (rows + 1) + 2 * rows) * 4; }
   // Column j over all warps, in every thread that asks. Valid after the engine's multiply.
   DEVICE float total(int j) const {
     float s = 0.f;

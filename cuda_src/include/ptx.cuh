@@ -148,6 +148,17 @@ DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) {
            : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
   return done;
 }
+// One thread copies `bytes` neighbouring bytes into shared memory, counted by `bar`. Addresses and bytes are multiples of 16.
+DEVICE void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+           ::"r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(bar)) : "memory");
+}
+// Bytes of dynamic shared memory that the launch was given.
+DEVICE uint32_t dynamic_shared_bytes() {
+  uint32_t n;
+  asm("mov.u32 %0, %dynamic_smem_size;" : "=r"(n));
+  return n;
+}
 // Fetches a tensor map ahead of the first copy that needs it.
 DEVICE void tensor_map_prefetch(const TensorMap& map) { SM90_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // One thread copies the map's box from coordinates (x innermost) into shared memory; its bytes, zeros outside the tensor included, are

@@ -64,6 +64,8 @@ void each_piece(const SimTensorMap& m, const int* at, uint32_t dst, F piece) {
   }
 }
 
+void issue(const PendingCopy& c, Place place);
+
 uint32_t box_bytes(const SimTensorMap& m) {
   uint32_t n = m.item;
   for (uint32_t d = 0; d < m.rank; d++) n *= m.box[d];
@@ -95,6 +97,8 @@ uint32_t shared_address(const void* p, Place place) {
     fail(place, "not in dynamic shared memory: %s", world->where(p, b.launch).c_str());
   return uint32_t(c - b.shared->dyn);
 }
+
+uint32_t dynamic_shared_bytes() { return uint32_t(running_thread()->block->launch->smem); }
 
 void mbarrier_init(uint64_t* bar, uint32_t arrivals, Place place) {
   if (arrivals < 1 || arrivals > MAX_ARRIVALS) fail(place, "mbarrier_init with %u arrivals", arrivals);
@@ -130,15 +134,36 @@ bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, Place place) {
 }
 
 void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, Place place) {
-  Thread* t = running_thread();
-  Block& b = *t->block;
   PendingCopy c{};
   memcpy(&c.map, map, sizeof c.map);
   c.dst = shared_address(dst, place);
   c.bar = bar;
-  require_barrier(bar, place);
-  require_copy(c.map, rank, c.dst, b, place);
+  require_copy(c.map, rank, c.dst, *running_thread()->block, place);
   std::copy(at, at + rank, c.at);
+  issue(c, place);
+}
+
+// A row of a matrix of bytes, to the copies' machinery.
+void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, Place place) {
+  PendingCopy c{};
+  c.dst = shared_address(dst, place);
+  c.bar = bar;
+  if (!bytes || bytes % 16 || c.dst % 16 || reinterpret_cast<uintptr_t>(src) % 16)
+    fail(place, "bulk_load of %u bytes from %p to dynamic shared memory + %u: multiples of 16", bytes, src, c.dst);
+  c.map.base = static_cast<char*>(const_cast<void*>(src));
+  c.map.dims[0] = c.map.box[0] = bytes;
+  c.map.rank = c.map.item = 1;
+  c.map.magic = TENSOR_MAP_MAGIC;
+  const Launch& l = *running_thread()->block->launch;
+  if (c.dst + bytes > l.smem) fail(place, "bulk_load: %u bytes to dynamic shared memory + %u, the launch has %zu", bytes, c.dst, l.smem);
+  issue(c, place);
+}
+
+namespace {
+void issue(const PendingCopy& c, Place place) {
+  Thread* t = running_thread();
+  Block& b = *t->block;
+  require_barrier(c.bar, place);
   each_piece(c.map, c.at, c.dst, [&](uint32_t offset, uint32_t, const char* source, uint32_t bytes) {
     require_memory(source, bytes, place);
     if (!world->race) return;
@@ -146,10 +171,11 @@ void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const in
     world->race->async(*t, b.shared->dyn + offset, 16, true, place);
   });
   // Whoever acquires the barrier from now on is ordered after the copy: the phase cannot end before it.
-  if (world->race) world->race->modified(*t, bar, 8, true, false, place);
+  if (world->race) world->race->modified(*t, c.bar, 8, true, false, place);
   b.copies.push_back(c);
-  world->wake(reinterpret_cast<const char*>(bar), 8);  // who sleeps on the barrier has to look again to make the copy land
+  world->wake(reinterpret_cast<const char*>(c.bar), 8);  // who sleeps on the barrier has to look again to make the copy land
 }
+}  // namespace
 
 void named_barrier(int id, int threads, Place place) {
   Thread* t = running_thread();

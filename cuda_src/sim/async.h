@@ -20,9 +20,12 @@ constexpr uint32_t TENSOR_MAP_MAGIC = 0x7e4504a9;
 // The offset of `p` in the block's dynamic shared memory, which stands for its 32-bit address.
 SIMT_API uint32_t shared_address(const void* p, Place place);
 
+SIMT_API uint32_t dynamic_shared_bytes();
+
 SIMT_API void mbarrier_init(uint64_t* bar, uint32_t arrivals, Place place);
 SIMT_API void mbarrier_arrive(uint64_t* bar, uint32_t expect_bytes, Place place);
 SIMT_API bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, Place place);
+SIMT_API void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, Place place);
 SIMT_API void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, Place place);
 SIMT_API void named_barrier(int id, int threads, Place place);
 

@@ -80,6 +80,8 @@ inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint64_t* bar, SIMT_PLACE) { simt::mbarrier_arrive(bar, 0, place); }
 inline void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes, SIMT_PLACE) { simt::mbarrier_arrive(bar, bytes, place); }
 inline bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, SIMT_PLACE) { return simt::mbarrier_try_wait(bar, parity, place); }
+inline void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar, SIMT_PLACE) { simt::bulk_load(dst, src, bytes, bar, place); }
+inline uint32_t dynamic_shared_bytes() { return simt::dynamic_shared_bytes(); }
 inline void tensor_map_prefetch(const TensorMap&) {}
 inline void tma_load_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, SIMT_PLACE) {
   const int at[2] = {x, y};

@@ -41,12 +41,14 @@ class Gemv:
     variants: Variants
     blocks_per_sm: int  # at most; docs/decode.md says why two, filling the registers
     swiglu_blocks_per_sm: int  # the same for gate and up
+    ahead: int = 0  # bytes of shared memory of a multiprocessor for rows ahead (include/gemv_fma.cuh)
 
     def _launch(
         self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, args: list[Arg], pdl: bool, grid: int | None
     ) -> None:
         C, threads = self.variants.choose(op, K)
-        kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
+        a = self.ahead and C == 1 and op in ("add", "qkv") and self.fp8
+        kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_{'a' if a else 'c'}{C}")
         blocks = smem = resident = 0
         # One wave: what a multiprocessor holds, at most so many. Fewer blocks need more memory each.
         most = self.swiglu_blocks_per_sm if op == "swiglu" else self.blocks_per_sm
@@ -62,6 +64,12 @@ class Gemv:
             smem = _shared_bytes(units, blocks, rows_per_unit, threads)
             resident = dev.resident_blocks(kernel, threads, smem)
         require(resident > 0, f"gemv_{op}: {units} units in {blocks} blocks need {smem} bytes of shared memory each")
+        if a and resident:
+            row, rows = K * 16 // self.variants.pack, -(-units // blocks) * rows_per_unit
+            base = -(-smem // 16) * 16 + 16
+            room = min(self.ahead // per_sm, dev.smem_per_block // per_sm - 1024 - base)
+            if room >= row:
+                smem = base + min(room // row, rows - 8) * row
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
     def _weights(self, *linears: Linear) -> list[Arg]:
