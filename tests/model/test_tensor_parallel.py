@@ -108,16 +108,16 @@ def test_ids_equal_those_of_one_rank(ranks: list[Any], make: Make, temperature: 
 
 
 def test_any_schedule_gives_the_same_ids(make: Make) -> None:
-    """Ranks that run ahead or lag behind, links that hold stores back."""
+    """Ranks that run ahead or lag behind, links that hold stores back; and no access races with another."""
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print(f"schedule seed {seed}")
     found = []
-    for options in ({}, {"seed": seed}):
+    for options in ({}, {"seed": seed}, {"race": True}):
         for devices in open_ranks("sim-2", **options):
             runner = make(devices, biased_checkpoint(replace(TIED, H=4, KV=2, I=64)))
             found.append(list(runner.generate([3, 4], max_tokens=4, temperature=0.9, seed=5)))
             runner.close()
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def fails_without_the_last(runner: DeviceRunner) -> str:
