@@ -35,7 +35,7 @@ class Sampler:
 
     state: Buffer  # i32 [4]: token, its position, ids chosen so far, unused
     params: Buffer  # u32 [4]: bits of temperature, seed low, seed high, text_vocab
-    best: Buffer  # u64 [blocks, 2]
+    best: Buffer  # u64 [blocks or more, 2]
     counter: Buffer  # u32 [1], zero between launches
     ring: HostRing  # u64 [2·SLOTS]
     vocab: int  # V: rows of the whole LM head
@@ -51,7 +51,7 @@ class Sampler:
         return Sampler(
             dev.zeros((4,), I32),
             dev.zeros((4,), U32),
-            dev.empty((n, 2), U64),
+            dev.empty((max(n, 2 * dev.sm_count), 2), U64),  # an LM head that chooses has two blocks a multiprocessor
             dev.zeros((1,), U32),
             dev.host_ring(2 * SLOTS),
             V,
@@ -114,7 +114,7 @@ def sample(dev: Device, logits: Buffer, s: Sampler, *, pdl: bool = False) -> Non
     With a meeting, every rank launches this and all end in the same state: the hash too is of the whole row of logits.
     """
     check_buffer(logits, (len(s.rows),), F32, "logits")
-    require(s.best.shape == (s.blocks, 2), f"scratch is {s.best.shape}, expected {(s.blocks, 2)}")
+    require(s.best.shape[0] >= s.blocks, f"scratch is {s.best.shape}, expected {(s.blocks, 2)}")
     args: list[Arg] = [s.state, logits, s.params, s.best, s.counter, s.ring.buffer, np.int32(SLOTS)]
     kernel = dev.kernel(STEM, "sample_f32" if s.meeting is None else "sample_ranks_f32")
     if s.meeting is not None:
