@@ -64,7 +64,7 @@ def test_two_ranks_cannot_show_the_counter_that_needs_a_third() -> None:
     ("name", "kept", "why"),
     [
         ("monotone_counter", slice(0, 2), "threads may push to one peer each, if flags tell the peers apart"),
-        ("two_slots", slice(0, 1), "two slots are enough with the credit"),
+        ("two_slots", slice(0, 2), "two slots are enough with the credit"),
     ],
 )
 def test_half_of_an_edit_is_harmless(monkeypatch: pytest.MonkeyPatch, name: str, kept: slice, why: str) -> None:
