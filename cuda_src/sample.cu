@@ -18,7 +18,7 @@
 // the pack of step s - 2 until it holds that of s: equality of tags is exact, however often 8 bits wrap. Every rank takes the maximum of
 // the same candidates, and hashes add up in any order: all ranks hold the same state without a word from the host.
 //
-// grid: any (blocks stride over the rows); block: 256. bytes moved: 4·rows; over the link 16 bytes a peer.
+// grid: any (blocks stride over the rows); block: whole warps, up to 256. bytes moved: 4·rows; over the link 16 bytes a peer.
 // PRECOND  text_vocab <= V. PRECOND  best holds gridDim.x × 2 words of 64 bits; counter zero before the first launch; ring holds 2·slots words.
 // PRECOND  sample_ranks: mailboxes [2, 8] packs, zero, and step 0 on all ranks before the first launch; all ranks make the same launches. minimum arch: sm_80
 #include "include/choose.cuh"

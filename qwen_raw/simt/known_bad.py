@@ -243,6 +243,15 @@ VARIANTS = {
             least_ranks=1,
         ),
         Variant(
+            "one_tag",
+            "sample_ranks",
+            "sample",
+            "one tag of four is looked at: the other words of the pack may still be those of the step before the last",
+            edits=(
+                ("v.x >> 24 == tag && v.y >> 24 == tag && v.z >> 24 == tag && v.w >> 24 == tag", "v.x >> 24 == tag"),
+            ),
+        ),
+        Variant(
             "two_slots",
             "signal",
             "signal",

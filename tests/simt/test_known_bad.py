@@ -32,6 +32,7 @@ FOUND = {
     "early_rotation": (20, 4, "deadlock"),
     "late_wait": (5, 1, "expected"),
     "fence_before_barrier": (5, 1, "data race: read of argument part"),
+    "one_tag": (10, 2, "expected"),
     "two_slots": (20, 2, "deadlock"),
 }
 
