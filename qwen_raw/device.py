@@ -153,10 +153,25 @@ class Device(Protocol):
         The words depend on address, dtype and shape alone, so they may be kept as long as anything refers to them.
         """
 
+    def resident_clusters(self, kernel: Kernel, threads: int, smem: int, blocks: int) -> int:
+        """Clusters of `blocks` such blocks that the whole device holds at once; 0 where it has no clusters."""
+
     def launch(
-        self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
+        self,
+        kernel: Kernel,
+        grid: Dim,
+        block: Dim,
+        args: Sequence[Arg],
+        *,
+        smem: int = 0,
+        pdl: bool = False,
+        cluster: Dim | None = None,
     ) -> None:
-        """Queue one launch. `pdl`: programmatic dependent launch; the kernel must griddep_wait() itself."""
+        """Queue one launch.
+
+        `pdl`: programmatic dependent launch; the kernel must griddep_wait() itself. `cluster`: blocks a cluster, which
+        the grid is a multiple of.
+        """
 
     def owns(self, buffer: Buffer) -> bool:
         """Whether `buffer` is of this device's memory, ordered by its main stream."""

@@ -29,6 +29,12 @@ DEVICE float4 ld_global_f4(const void* p) {
   asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
 }
+// Keys and values: read once, so keep them out of L1; written by an earlier kernel, so not through the read-only path.
+DEVICE uint4 ld_once_v4(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
 // Ask for a stretch of memory to be brought into L2, without waiting and without a register: keeps HBM busy while a kernel waits for the
 // previous one. p and bytes are multiples of 16. Nothing before sm_90, where it would only be a hint too.
 DEVICE void prefetch_l2(const void* p, uint32_t bytes) {
@@ -51,6 +57,12 @@ DEVICE uint4 ld_volatile_v4(const void* p) {
 DEVICE void st_volatile_v4(void* p, uint4 v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+DEVICE uint2 ld_volatile_v2(const void* p) {
+  uint2 v;
+  asm volatile("ld.volatile.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void st_volatile_v2(void* p, uint2 v) { asm volatile("st.volatile.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory"); }
 // Flags between ranks: release publishes everything this thread has written or observed, acquire is its other half.
 DEVICE void st_release_sys_u32(uint32_t* p, uint32_t v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEVICE uint32_t ld_acquire_sys_u32(const uint32_t* p) {
@@ -83,10 +95,81 @@ DEVICE void griddep_launch() {
 #endif
 }
 
-// The address is a value in a register of each thread from here on: neither recomputed where it is used, nor, where all threads' are equal,
+// The address, or number, is a value in a register of each thread from here on: neither recomputed where it is used, nor, where all threads' are equal,
 // turned into a uniform one, which makes the thread wait for what it depends on.
 template <class T>
 DEVICE void settle(T*& p) { asm volatile("" : "+l"(p)); }
+DEVICE void settle(int& x) { asm volatile("" : "+r"(x)); }
+
+// ---- clusters (sm_90+): blocks of one launch that run together and push into each other's shared memory. Never called elsewhere. ----------
+// This block's place in its cluster.
+DEVICE uint32_t cluster_rank() {
+  uint32_t rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+// The cluster's barrier in two halves, for every thread that has not returned. Relaxed: an arrival that releases waits for all stores of the
+// thread to be performed in L2, which takes longer than what it is for. It orders nothing but push_init.
+DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// A push barrier (an mbarrier, used once) counts the bytes that arrive in its block. One thread makes it before it arrives at the cluster's
+// barrier: nobody may push before that barrier is passed.
+DEVICE void push_init(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(uint32_t(__cvta_generic_to_shared(barrier))) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+// The same thread says how many bytes will come, at any time.
+DEVICE void push_expect(uint64_t* barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(uint32_t(__cvta_generic_to_shared(barrier))), "r"(bytes) : "memory");
+#endif
+}
+#if __CUDA_ARCH__ >= 900
+// The address of the same place in the shared memory of the cluster's block `rank`.
+static DEVICE uint32_t in_cluster(const void* p, uint32_t rank) {
+  uint32_t to;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(uint32_t(__cvta_generic_to_shared(p))), "r"(rank));
+  return to;
+}
+#endif
+// *p = v in block `rank`, counted there: a store without an answer, a third of the latency of a store, a fence and a barrier.
+DEVICE void push_f4(float4* p, uint32_t rank, float4 v, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(in_cluster(p, rank)), "f"(v.x),
+               "f"(v.y), "f"(v.z), "f"(v.w), "r"(in_cluster(barrier, rank))
+               : "memory");
+#endif
+}
+DEVICE void push_f2(float2* p, uint32_t rank, float2 v, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(in_cluster(p, rank)), "f"(v.x), "f"(v.y),
+               "r"(in_cluster(barrier, rank))
+               : "memory");
+#endif
+}
+// Whether all expected bytes are there; if so, they are visible to this thread.
+DEVICE bool push_arrived(uint64_t* barrier) {
+  uint32_t done = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done)
+               : "r"(uint32_t(__cvta_generic_to_shared(barrier)))
+               : "memory");
+#endif
+  return done;
+}
 
 // ---- arithmetic ---------------------------------------------------------------------------------------------------
 // 2^x in one MUFU; softmax folds log2(e) into its scale.
@@ -232,6 +315,13 @@ DEVICE void wgmma_f16(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int ac
 template <int REGS>
 DEVICE void wgmma_e4m3(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate) {
   SM90_WGMMA_ANY_N("k32.f32.e4m3.e4m3", "")
+}
+
+// Transposes an 8×8 matrix of 16-bit elements over the warp: lane 4g + t gives elements (g, 2t) and (g, 2t + 1), takes (2t, g) and (2t + 1, g).
+DEVICE uint32_t movmatrix_trans(uint32_t v) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
 }
 
 // ---- time and failure -----------------------------------------------------------------------------------------------

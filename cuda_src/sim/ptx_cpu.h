@@ -19,6 +19,7 @@ inline float4 ld_global_f4(const void* p, SIMT_PLACE) {
   simt::require_aligned(p, 16, place);
   return *static_cast<const float4*>(p);
 }
+inline uint4 ld_once_v4(const void* p, SIMT_PLACE) { return ld_global_v4(p, place); }
 // A hint has no effect here, but what it names must exist.
 inline void prefetch_l2(const void* p, uint32_t bytes, SIMT_PLACE) {
   simt::require_aligned(p, 16, place);
@@ -37,9 +38,11 @@ inline T load_as(const void* p, Order order, Place place) {
 
 inline uint32_t ld_volatile_u32(const uint32_t* p, SIMT_PLACE) { return simt::load_as<uint32_t>(p, simt::Order::RELAXED, place); }
 inline uint4 ld_volatile_v4(const void* p, SIMT_PLACE) { return simt::load_as<uint4>(p, simt::Order::RELAXED, place); }
+inline uint2 ld_volatile_v2(const void* p, SIMT_PLACE) { return simt::load_as<uint2>(p, simt::Order::RELAXED, place); }
 inline uint32_t ld_acquire_sys_u32(const uint32_t* p, SIMT_PLACE) { return simt::load_as<uint32_t>(p, simt::Order::ACQUIRE, place); }
 inline void st_volatile_u32(uint32_t* p, uint32_t v, SIMT_PLACE) { simt::store(p, &v, 4, simt::Order::RELAXED, place); }
 inline void st_volatile_v4(void* p, uint4 v, SIMT_PLACE) { simt::store(p, &v, 16, simt::Order::RELAXED, place); }
+inline void st_volatile_v2(void* p, uint2 v, SIMT_PLACE) { simt::store(p, &v, 8, simt::Order::RELAXED, place); }
 inline void st_release_sys_u32(uint32_t* p, uint32_t v, SIMT_PLACE) { simt::store(p, &v, 4, simt::Order::RELEASE, place); }
 inline void st_release_sys_u64(uint64_t* p, uint64_t v, SIMT_PLACE) { simt::store(p, &v, 8, simt::Order::RELEASE, place); }
 inline void red_release_sys_add_u32(uint32_t* p, uint32_t v, SIMT_PLACE) { simt::reduce_add_u32(p, v, simt::Order::RELEASE, place); }
@@ -53,6 +56,35 @@ inline void griddep_wait(SIMT_PLACE) { simt::griddep_wait(place); }
 inline void griddep_launch() { simt::griddep_launch(); }
 template <class T>
 inline void settle(T*&) {}
+inline void settle(int&) {}
+
+// ---- clusters -------------------------------------------------------------------------------------------------------------
+// A push barrier is one word here: bytes that have arrived below, 1 + bytes expected above.
+inline uint32_t cluster_rank() { return simt::cluster_rank(); }
+inline void cluster_arrive(SIMT_PLACE) { simt::cluster_arrive(place); }
+inline void cluster_wait(SIMT_PLACE) { simt::cluster_wait(place); }
+namespace simt {
+inline void add_u64(uint64_t* p, uint64_t value, Place place) {
+  const auto modify = [](uint64_t old, uint64_t more, uint64_t) -> uint64_t { return old + more; };
+  atomic(p, 8, modify, value, 0, Order::RELEASE, place);
+}
+template <class T>
+inline void push(T* p, uint32_t rank, T v, uint64_t* barrier, Place place) {
+  store(cluster_peer(p, sizeof(T), rank, place), &v, sizeof(T), Order::RELAXED, place);
+  add_u64(static_cast<uint64_t*>(cluster_peer(barrier, 8, rank, place)), sizeof(T), place);
+}
+}  // namespace simt
+inline void push_init(uint64_t* barrier, SIMT_PLACE) {
+  const uint64_t none = 0;
+  simt::store(barrier, &none, 8, simt::Order::RELEASE, place);
+}
+inline void push_expect(uint64_t* barrier, uint32_t bytes, SIMT_PLACE) { simt::add_u64(barrier, (uint64_t(bytes) + 1) << 32, place); }
+inline void push_f4(float4* p, uint32_t rank, float4 v, uint64_t* barrier, SIMT_PLACE) { simt::push(p, rank, v, barrier, place); }
+inline void push_f2(float2* p, uint32_t rank, float2 v, uint64_t* barrier, SIMT_PLACE) { simt::push(p, rank, v, barrier, place); }
+inline bool push_arrived(uint64_t* barrier, SIMT_PLACE) {
+  const uint64_t w = simt::load_as<uint64_t>(barrier, simt::Order::ACQUIRE, place);
+  return w >> 32 == (w & 0xffffffffu) + 1;
+}
 
 // ---- arithmetic -------------------------------------------------------------------------------------------------------------
 // ex2.approx.ftz: subnormal arguments and results are zero; otherwise within 2 ulp of what the GPU gives.
@@ -125,6 +157,24 @@ inline void wgmma_f16(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int ac
 template <int REGS>
 inline void wgmma_e4m3(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate, SIMT_PLACE) {
   simt::wgmma_issue({d, REGS, desc_a, desc_b, accumulate != 0, simt::Element::E4M3}, place);
+}
+
+
+namespace simt {
+inline void finish_movmatrix(void* const* operands, uint32_t) {
+  uint32_t in[32];
+  for (int lane = 0; lane < 32; lane++) in[lane] = *static_cast<uint32_t*>(operands[lane]);
+  for (int lane = 0; lane < 32; lane++) {
+    const int g = lane / 4, t = lane % 4;
+    const uint32_t low = in[8 * t + g / 2] >> (16 * (g % 2)), high = in[8 * t + 4 + g / 2] >> (16 * (g % 2));
+    *static_cast<uint32_t*>(operands[lane]) = (low & 0xffffu) | high << 16;
+  }
+}
+static constexpr WarpOp MOVMATRIX{"movmatrix_trans", finish_movmatrix, false};
+}  // namespace simt
+inline uint32_t movmatrix_trans(uint32_t v, SIMT_PLACE) {
+  simt::collective(0xffffffffu, simt::MOVMATRIX, &v, place);
+  return v;
 }
 
 // ---- time and failure ---------------------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ std::string World::stuck() const {
       std::string what;
       if (t.state == State::BARRIER) what = "wait at __syncthreads, " + text(t.place);
       if (t.state == State::GRID) what = "wait in griddepcontrol.wait, " + text(t.place);
+      if (t.state == State::CLUSTER) what = "wait in cluster_wait, " + text(t.place);
       if (t.state == State::RUNNING) what = "are ready";
       if (t.state == State::POLL) what = "poll " + where(t.poll, b->launch) + ", " + text(t.place);
       if (t.state == State::COLLECTIVE) {
@@ -116,9 +117,9 @@ std::string World::stuck() const {
          (g.count == 1 ? "" : "…" + triple(g.last->index)) + "]";
   for (size_t r = 0; r < ranks.size(); r++)
     for (const auto& l : ranks[r].active)
-      if (l->entry && l->next_block < l->order.size())
+      if (l->entry && l->next_cluster < l->order.size())
         s += "\n  kernel " + std::string(l->entry->name) + (ranks.size() > 1 ? ", rank " + std::to_string(r) : "") + ": " +
-             std::to_string(l->order.size() - l->next_block) + " block(s) have not started; " + std::to_string(l->resident) +
+             std::to_string((l->order.size() - l->next_cluster) * l->cluster) + " block(s) have not started; " + std::to_string(l->resident) +
              " are resident, the device holds " + std::to_string(l->resident_limit);
   return s;
 }

@@ -68,6 +68,11 @@ SIMT_API void griddep_wait(Place place);
 SIMT_API void griddep_launch();
 SIMT_API void yield();
 SIMT_API uint64_t timer_ns();
+// Clusters. The barrier orders no memory: pushes carry their own order.
+SIMT_API uint32_t cluster_rank();
+SIMT_API void cluster_arrive(Place place);
+SIMT_API void cluster_wait(Place place);
+SIMT_API void* cluster_peer(const void* p, size_t bytes, uint32_t rank, Place place);  // the same place of dynamic shared memory in block `rank`
 [[noreturn]] SIMT_API void fail(Place place, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 inline void require_aligned(const void* p, size_t bytes, Place place) {

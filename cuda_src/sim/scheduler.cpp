@@ -202,6 +202,7 @@ Thread* World::thread_done(Thread* t) {
       fail_elsewhere("lane missing: a lane returned while its warp waits for it in " + std::string(c.op->name) + ", " + c.place.file + ":" +
                      std::to_string(c.place.line) + "; " + who(*t));
   }
+  cluster_left(*t);
   if (--b->live == 0 && !failed) finish_block(b);
   return pick();
 }

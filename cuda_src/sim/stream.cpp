@@ -11,9 +11,9 @@ void World::enqueue(std::unique_ptr<Launch> launch) {
   Rank& r = ranks[size_t(launch->rank)];
   launch->seq = ++r.launched;
   if (launch->entry) {
-    const uint32_t n = launch->blocks();
+    const uint32_t size = launch->cluster, n = launch->blocks() / size;
     launch->order.resize(n);
-    for (uint32_t i = 0; i < n; i++) launch->order[i] = i;
+    for (uint32_t i = 0; i < n; i++) launch->order[i] = i * size;
     if (options.random)
       for (uint32_t i = n; i > 1; i--) std::swap(launch->order[i - 1], launch->order[random.below(i)]);
   }
@@ -48,7 +48,7 @@ bool World::start_next_launch(Rank& r) {
 }
 
 // Gives each rank something to do: starts launches and blocks up to the preferred number of resident blocks, or (`beyond_width`, when
-// all resident ones wait) one block more, as long as the device would hold it.
+// all resident ones wait) one cluster more, as long as the device would hold it.
 bool World::start_more(bool beyond_width) {
   bool any = false;
   may_start = false;
@@ -57,15 +57,30 @@ bool World::start_more(bool beyond_width) {
     for (size_t i = 0; i < r.active.size(); i++) {
       Launch& l = *r.active[i];
       const uint32_t room = std::min(l.resident_limit, beyond_width ? l.resident + 1 : width);
-      while (l.next_block < l.order.size() && l.resident < room) start_block(l), any = true;
+      while (l.next_cluster < l.order.size() && l.resident < room && l.resident + l.cluster <= std::max(l.resident_limit, l.cluster))
+        start_cluster(l), any = true;
     }
     if (any && !options.random) return true;
   }
   return any;
 }
 
-void World::start_block(Launch& l) {
-  const uint32_t i = l.order[l.next_block++], n = l.block.x * l.block.y * l.block.z;
+void World::start_cluster(Launch& l) {
+  const uint32_t first = l.order[l.next_cluster++];
+  const auto cluster = l.cluster > 1 ? std::make_shared<Cluster>() : nullptr;
+  for (uint32_t rank = 0; rank < l.cluster; rank++) {
+    Block* b = start_block(l, first + rank);
+    if (!b || !cluster) return;
+    b->cluster = cluster;
+    b->cluster_rank = rank;
+    cluster->blocks.push_back(b);
+    cluster->live = cluster->pending += b->live;
+  }
+}
+
+// Null when the world has failed.
+Block* World::start_block(Launch& l, uint32_t i) {
+  const uint32_t n = l.block.x * l.block.y * l.block.z;
   std::unique_ptr<Block> owned;
   if (!spare.empty()) {
     owned = std::move(spare.back());
@@ -85,7 +100,10 @@ void World::start_block(Launch& l) {
   b->triggered = false;
   b->ready_warps = b->last_warp = 0;
   b->shared = shared.take();
-  if (!b->shared) return fail_elsewhere("too many resident blocks: no shared memory left for another");
+  if (!b->shared) {
+    fail_elsewhere("too many resident blocks: no shared memory left for another");
+    return nullptr;
+  }
   b->statics_next = b->shared->statics;
   b->shared->dyn = b->shared->dyn_end - (l.smem + 15) / 16 * 16;
   b->dyn_shared = reinterpret_cast<unsigned char*>(b->shared->dyn);
@@ -118,6 +136,7 @@ void World::start_block(Launch& l) {
   if (race) race->block_started(*b);
   if (trace) trace->add({Event::BLOCK_START, uint8_t(l.rank), 0, l.seq, i, 0, steps, l.entry->name, nullptr, {nullptr, 0}, {}});
   for (Warp& w : b->warps) make_ready(w, w.live);
+  return b;
 }
 
 void World::finish_block(Block* b) {
@@ -134,6 +153,9 @@ void World::finish_block(Block* b) {
   }
   shared.put(b->shared);
   b->vars.clear();
+  if (b->cluster) b->cluster->blocks[b->cluster_rank] = nullptr;
+  b->cluster.reset();
+  b->cluster_rank = 0;
   for (size_t i = 0; i < running.size(); i++)
     if (running[i].get() == b) {
       spare.push_back(std::move(running[i]));

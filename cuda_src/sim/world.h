@@ -25,7 +25,7 @@ struct Block;
 struct Launch;
 
 // What a thread last did; meaningless while its bit in Warp::ready is set.
-enum class State : uint8_t { RUNNING, BARRIER, COLLECTIVE, POLL, GRID, DONE };
+enum class State : uint8_t { RUNNING, BARRIER, COLLECTIVE, POLL, GRID, CLUSTER, DONE };
 
 struct Thread : ThreadView {
   Fiber* fiber = nullptr;  // taken when the thread first runs
@@ -40,6 +40,8 @@ struct Thread : ThreadView {
   uint64_t poll_progress = 0;
   int poll_repeats = 0;
   bool reads_clock = false;  // its polls have a deadline
+  bool in_cluster_barrier = false;  // arrived, and has not waited since
+  uint32_t cluster_phase = 0;       // in which it arrived
 };
 
 struct Collective {
@@ -85,6 +87,12 @@ struct Warp {
   std::vector<Product> products;
 };
 
+struct Cluster {
+  std::vector<Block*> blocks;  // by rank; null once it has returned
+  uint32_t live = 0, pending = 0, phase = 0;  // threads that have not returned; of these, not arrived; barriers passed
+  std::vector<Thread*> waiting;
+};
+
 struct Block : BlockView {
   Launch* launch = nullptr;
   uint32_t uid = 0;
@@ -103,6 +111,8 @@ struct Block : BlockView {
   std::vector<PendingCopy> copies;
   SharedSlot* shared = nullptr;
   std::vector<SharedVar> vars;
+  std::shared_ptr<Cluster> cluster;
+  uint32_t cluster_rank = 0;
   char* statics_next = nullptr;
 };
 
@@ -119,12 +129,13 @@ struct Launch {
   uint32_t seq = 0;  // position in the rank's stream, from 1
   Index3 grid{1, 1, 1}, block{1, 1, 1};
   size_t smem = 0;
+  uint32_t cluster = 1;  // blocks a cluster, along x
   bool dependent = false;  // programmatic dependent launch
   std::vector<unsigned char> values;
   std::vector<void*> args;
   std::vector<Argument> arguments;
-  std::vector<uint32_t> order;  // blocks in the order in which they start
-  size_t next_block = 0;
+  std::vector<uint32_t> order;  // first blocks of clusters in the order in which they start
+  size_t next_cluster = 0;
   uint32_t resident = 0, finished = 0, triggers = 0;
   uint32_t resident_limit = 1;  // how many blocks may be on the device at once
   bool complete = false, previous_complete = true;
@@ -204,7 +215,8 @@ struct World {
   Thread* thread_done(Thread* t);          // the running thread has returned; what to run next
   bool start_more(bool beyond_width);
   bool start_next_launch(Rank& rank);
-  void start_block(Launch& launch);
+  void start_cluster(Launch& launch);
+  Block* start_block(Launch& launch, uint32_t index);
   void finish_block(Block* b);
   void block_triggered(Block* b);
   void launch_complete(Rank& rank, Launch& launch);
@@ -255,6 +267,8 @@ inline void World::switch_to(Thread* next) {
   if (next && !next->fiber) next->fiber = fiber_take();
   fiber_switch(from, next ? *next->fiber : main);
 }
+
+void cluster_left(const Thread& t);
 
 // Signals that kernel code raised become failures of the world (fault.cpp).
 void faults_install();

@@ -65,7 +65,7 @@ class CudaDevice:
         self.arch = arch_name(major, minor)
         self._cuda_version = int(call(context.driver.cuDriverGetVersion))  # 13000 for 13.0
         self.driver = f"CUDA driver {self._cuda_version // 1000}.{self._cuda_version % 1000 // 10}"
-        self.pdl = major >= 9  # programmatic dependent launch exists
+        self.pdl = self.clusters = major >= 9  # programmatic dependent launch exists, clusters too
         self.sm_count = context.attribute("MULTIPROCESSOR_COUNT")
         self.smem_per_block = context.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self.stream = Stream(context)
@@ -185,6 +185,12 @@ class CudaDevice:
         if not isinstance(kernel, CudaKernel) or kernel.context is not self.context:
             raise QwenRawError(f"{kernel!r} was asked about on GPU {self.ordinal}: load it with that device's kernel()")
         return kernel.resident_blocks(threads, smem, self.smem_per_block)
+
+    def resident_clusters(self, kernel: Kernel, threads: int, smem: int, blocks: int) -> int:
+        """Clusters of `blocks` such blocks that the whole GPU holds at once; 0 before sm_90, which has none."""
+        if not isinstance(kernel, CudaKernel) or kernel.context is not self.context:
+            raise QwenRawError(f"{kernel!r} was asked about on GPU {self.ordinal}: load it with that device's kernel()")
+        return kernel.resident_clusters(threads, smem, blocks, self.smem_per_block) if self.clusters else 0
 
     def launch(
         self,

@@ -140,7 +140,7 @@ class CudaKernel:
     keep: object  # the CuPy kernel: unloads the module when it goes
     _dynamic_smem: int = 0  # what a launch may ask for so far, bytes
     _configs: dict[tuple[Geometry, int], Any] = field(default_factory=dict)
-    _resident: dict[tuple[int, int], int] = field(default_factory=dict)
+    _resident: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._dynamic_smem = max(DEFAULT_SMEM - self.static_smem, 0)
@@ -159,6 +159,21 @@ class CudaKernel:
                 occupancy = self.context.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
                 found = int(call(occupancy, self.function, threads, smem))
             self._resident[threads, smem] = found
+        return found
+
+    def resident_clusters(self, threads: int, smem: int, blocks: int, smem_limit: int) -> int:
+        """Clusters of `blocks` such blocks on the whole GPU; asked of the driver once for each shape."""
+        key = (threads, smem, blocks)
+        found = self._resident.get(key)
+        if found is None:
+            found = 0
+            if smem + self.static_smem <= smem_limit:
+                self._allow_smem(smem, smem_limit)
+                driver = self.context.driver
+                config = Geometry((blocks, 1, 1), (threads, 1, 1), smem, False, (blocks, 1, 1)).config(driver, 0)
+                self.context.use()
+                found = int(call(driver.cuOccupancyMaxActiveClusters, self.function, config))
+            self._resident[key] = found
         return found
 
     def abandon(self) -> None:

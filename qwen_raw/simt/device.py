@@ -17,6 +17,7 @@ from qwen_raw.simt.kernel import (
     Bound,
     SimKernel,
     SimParam,
+    check_cluster,
     check_geometry,
     check_pointer,
     check_value,
@@ -166,8 +167,20 @@ class SimDevice:
         )
         return TensorMap(np.frombuffer(raw.ljust(128, b"\0"), np.uint64), tuple(buffers))
 
+    def resident_clusters(self, kernel: Kernel, threads: int, smem: int, blocks: int) -> int:
+        """As many as there is room for; where a cluster's blocks lie is not simulated."""
+        return self.resident_blocks(kernel, threads, smem) * self.sm_count // blocks
+
     def launch(
-        self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
+        self,
+        kernel: Kernel,
+        grid: Dim,
+        block: Dim,
+        args: Sequence[Arg],
+        *,
+        smem: int = 0,
+        pdl: bool = False,
+        cluster: Dim | None = None,
     ) -> None:
         """Queues one launch and runs what can run.
 
@@ -176,6 +189,7 @@ class SimDevice:
         if not isinstance(kernel, SimKernel):
             raise QwenRawError(f"{kernel!r} was launched on the simulator: load it with this device's kernel()")
         check_geometry(kernel, grid, block, smem, self.smem_per_block)
+        size = check_cluster(kernel, grid, cluster)
         if len(args) != len(kernel.params):
             names = ", ".join(p.name for p in kernel.params)
             raise QwenRawError(f"{kernel.name} takes {len(kernel.params)} arguments ({names}), got {len(args)}")
@@ -185,6 +199,7 @@ class SimDevice:
             (grid, block, smem),
             [self._bind(kernel, param, arg) for param, arg in zip(kernel.params, args, strict=True)],
             dependent=pdl,
+            cluster=size,
             resident_limit=resident_blocks(block, smem, self.sm_count),
             keep=[arg for arg in args if isinstance(arg, SimBuffer | TensorMap)],
         )

@@ -16,6 +16,7 @@ from qwen_raw.errors import QwenRawError
 from qwen_raw.simt.native import Argument, Entry, Launch, Param
 
 MAX_THREADS = 1024
+MAX_CLUSTER = 8
 MAX_BLOCK: Dim = (1024, 1024, 64)
 MAX_GRID: Dim = (2**31 - 1, 65535, 65535)
 THREADS_PER_SM, BLOCKS_PER_SM, SMEM_PER_SM = 2048, 32, 228 << 10
@@ -98,6 +99,19 @@ def check_geometry(kernel: SimKernel, grid: Dim, block: Dim, smem: int, smem_lim
         raise QwenRawError(f"{shape}: the limit is {smem_limit} bytes a block")
 
 
+def check_cluster(kernel: SimKernel, grid: Dim, cluster: Dim | None) -> int:
+    """Blocks a cluster.
+
+    Raises QwenRawError for one that CUDA would refuse, or that extends along y or z, which the simulator does not know.
+    """
+    size, y, z = cluster or (1, 1, 1)
+    if not 1 <= size <= MAX_CLUSTER or (y, z) != (1, 1):
+        raise QwenRawError(f"{kernel.name}: cluster {cluster} is not (1…{MAX_CLUSTER}, 1, 1)")
+    if grid[0] % size:
+        raise QwenRawError(f"{kernel.name}: grid {grid} is not a multiple of the cluster {cluster}")
+    return size
+
+
 def resident_blocks(block: Dim, smem: int, sm_count: int) -> int:
     """Blocks that a GPU of `sm_count` SMs would hold at once, registers aside."""
     warps = -(-block[0] * block[1] * block[2] // 32)
@@ -143,6 +157,7 @@ def prepare(
     bound: Sequence[Bound],
     *,
     dependent: bool,
+    cluster: int,
     resident_limit: int,
     keep: Sequence[object],
 ) -> Prepared:
@@ -165,6 +180,7 @@ def prepare(
         block,
         smem,
         dependent,
+        cluster,
         resident_limit,
         len(bound) + len(extra),
         ctypes.cast(arguments, ctypes.POINTER(Argument)),

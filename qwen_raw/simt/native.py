@@ -83,6 +83,7 @@ class Launch(Structure):
         ("block", c_uint32 * 3),
         ("smem", c_uint64),
         ("dependent", c_int),
+        ("cluster", c_uint32),
         ("resident_limit", c_uint32),
         ("argument_count", c_uint32),
         ("arguments", POINTER(Argument)),

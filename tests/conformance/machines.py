@@ -62,10 +62,19 @@ class Machine:
         return self.ranks[0]
 
     def run(
-        self, name: str, args: Sequence[Arg], *, grid: int = 3, block: int = 64, smem: int = 0, pdl: bool = False
+        self,
+        name: str,
+        args: Sequence[Arg],
+        *,
+        grid: int = 3,
+        block: int = 64,
+        pdl: bool = False,
+        smem: int = 0,
+        cluster: int | None = None,
     ) -> None:
         """Queues the probe `name` on rank 0."""
-        self.dev.launch(self.probe(f"probe_{name}"), (grid, 1, 1), (block, 1, 1), args, smem=smem, pdl=pdl)
+        clusters = {} if cluster is None else {"cluster": (cluster, 1, 1)}
+        self.dev.launch(self.probe(f"probe_{name}"), (grid, 1, 1), (block, 1, 1), args, pdl=pdl, smem=smem, **clusters)
 
     @contextmanager
     def together(self, *kernels: tuple[str, str]) -> Iterator[None]:

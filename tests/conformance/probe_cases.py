@@ -171,6 +171,50 @@ def overlap(machine: Machine, rng: np.random.Generator) -> Outcome:
     return Output(heard.download()), Output(np.full(32, can, np.uint32))
 
 
+CLUSTER, CLUSTERS, BLOCK = 4, 3, 64
+
+
+def ranks_in_clusters(machine: Machine, rng: np.random.Generator) -> Outcome:
+    out = machine.dev.zeros((CLUSTERS, CLUSTER, BLOCK), U32)
+    machine.run("cluster_rank", [out], grid=CLUSTERS * CLUSTER, block=BLOCK, cluster=CLUSTER)
+    want = np.broadcast_to(np.arange(CLUSTER, dtype=np.uint32)[None, :, None], out.shape)
+    return Output(out.download()), Output(want.copy())
+
+
+def cluster_barrier(wrapper: str) -> Probe:
+    """Nobody leaves the barrier before the block that is late has come to it."""
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        arrived, left = (machine.dev.zeros((CLUSTERS, CLUSTER * BLOCK), U64) for _ in range(2))
+        args = [arrived, left, np.uint64(50_000)]
+        machine.run(wrapper, args, grid=CLUSTERS * CLUSTER, block=BLOCK, cluster=CLUSTER)
+        in_order = left.download().min(1) >= arrived.download().max(1)
+        return Output(in_order.astype(np.uint32)), Output(np.ones(CLUSTERS, np.uint32))
+
+    return Probe(wrapper, run)
+
+
+def pushes(wrapper: str, lanes: int) -> Probe:
+    """What every block of a cluster pushes is in every block's shared memory, whatever its bits."""
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        bits = words(rng, CLUSTERS, 1, CLUSTER, BLOCK, lanes)
+        out = machine.dev.zeros((CLUSTERS, CLUSTER, CLUSTER, BLOCK, lanes), F32)
+        args = [out, machine.dev.array(bits.view(F32)), np.uint64(LIMIT_NS)]
+        smem = CLUSTER * BLOCK * lanes * 4 + 8
+        machine.run(wrapper, args, grid=CLUSTERS * CLUSTER, block=BLOCK, cluster=CLUSTER, smem=smem)
+        return Output(out.download().view(U32)), Output(np.broadcast_to(bits, out.shape).copy())
+
+    return Probe(wrapper, run)
+
+
+def transposed(machine: Machine, rng: np.random.Generator) -> Outcome:
+    matrices = rng.integers(0, 1 << 16, (6, 8, 8), np.uint16)
+    out = machine.dev.zeros((6, 32), U32)
+    machine.run("movmatrix_trans", [out, machine.dev.array(matrices.reshape(6, -1).view(U32))], grid=3, block=64)
+    return Output(out.download()), Output(np.ascontiguousarray(matrices.swapaxes(1, 2)).reshape(6, -1).view(U32))
+
+
 def exponentials(machine: Machine, rng: np.random.Generator) -> Outcome:
     """2^x for borders, subnormal x, every magnitude, and the softmax's range.
 
@@ -283,8 +327,10 @@ _BITS8 = np.arange(256, dtype=np.uint32).astype(np.uint8)
 PTX = [
     *(copies(name, 4) for name in ("ld_stream_v4", "ld_global_v4", "prefetch_l2", "ld_volatile_v4", "st_volatile_v4")),
     copies("ld_global_f4", 4, F32),
+    copies("ld_once_v4", 4),
     *(copies(name, 1) for name in ("ld_volatile_u32", "ld_acquire_sys_u32", "st_volatile_u32", "st_release_sys_u32")),
     copies("settle", 1),
+    *(copies(name, 2) for name in ("ld_volatile_v2", "st_volatile_v2")),
     copies("st_release_sys_u64", 1, U64),
     Probe("st_release_sys_u64", host_words, "host"),
     Probe("red_release_sys_add_u32", reduction),
@@ -296,7 +342,12 @@ PTX = [
     Probe("griddep_launch", overlap, "early"),
     Probe("griddep_wait", chain),
     Probe("griddep_wait", overlap, "early"),
+    Probe("cluster_rank", ranks_in_clusters),
+    *(cluster_barrier(name) for name in ("cluster_arrive", "cluster_wait")),
+    *(pushes(name, 4) for name in ("push_init", "push_f4", "push_arrived")),
+    *(pushes(name, 2) for name in ("push_expect", "push_f2")),
     Probe("ex2_approx", exponentials),
+    Probe("movmatrix_trans", transposed),
     Probe("global_timer_ns", clock),
     Probe("trap", no_trap),
 ]

@@ -17,6 +17,9 @@ KERNEL(256) void probe_ld_global_v4(uint4* out, const uint4* in, int n) {
 KERNEL(256) void probe_ld_global_f4(float4* out, const float4* in, int n) {
   for EACH(i, n) out[i] = ld_global_f4(in + i);
 }
+KERNEL(256) void probe_ld_once_v4(uint4* out, const uint4* in, int n) {
+  for EACH(i, n) out[i] = ld_once_v4(in + i);
+}
 // The hint names all of the input and, once more, its last pack; the copy that follows must not notice.
 KERNEL(256) void probe_prefetch_l2(uint4* out, const uint4* in, int n) {
   if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -37,6 +40,12 @@ KERNEL(256) void probe_ld_volatile_u32(uint32_t* out, const uint32_t* in, int n)
 }
 KERNEL(256) void probe_ld_volatile_v4(uint4* out, const uint4* in, int n) {
   for EACH(i, n) out[i] = ld_volatile_v4(in + i);
+}
+KERNEL(256) void probe_ld_volatile_v2(uint2* out, const uint2* in, int n) {
+  for EACH(i, n) out[i] = ld_volatile_v2(in + i);
+}
+KERNEL(256) void probe_st_volatile_v2(uint2* out, const uint2* in, int n) {
+  for EACH(i, n) st_volatile_v2(out + i, in[i]);
 }
 KERNEL(256) void probe_ld_acquire_sys_u32(uint32_t* out, const uint32_t* in, int n) {
   for EACH(i, n) out[i] = ld_acquire_sys_u32(in + i);
@@ -128,9 +137,52 @@ KERNEL(32) void probe_griddep_wait_early(uint32_t* bell) {
   griddep_wait();
 }
 
+// ---- clusters, of four blocks of 64 ----------------------------------------------------------------------------------------------
+KERNEL(64) void probe_cluster_rank(uint32_t* out) { out[blockIdx.x * blockDim.x + threadIdx.x] = cluster_rank(); }
+// When each thread passed the barrier, and in the first block of a cluster when it arrived, delay_ns late.
+#define PROBE_CLUSTER(wrapper)                                                           \
+  KERNEL(64) void probe_##wrapper(uint64_t* arrived, uint64_t* left, uint64_t delay_ns) { \
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;                                  \
+    const uint64_t begin = global_timer_ns();                                             \
+    while (cluster_rank() == 0 && global_timer_ns() - begin < delay_ns) __nanosleep(100); \
+    arrived[i] = global_timer_ns();                                                       \
+    cluster_arrive();                                                                     \
+    cluster_wait();                                                                       \
+    left[i] = global_timer_ns();                                                          \
+  }
+PROBE_CLUSTER(cluster_arrive)
+PROBE_CLUSTER(cluster_wait)
+// Every thread pushes its element to all four blocks; out: [block][source][thread]. Dynamic shared memory: 4·64 elements and a barrier.
+#define PROBE_PUSH(wrapper, push, T)                                                                  \
+  KERNEL(64) void probe_##wrapper(T* out, const T* in, uint64_t limit_ns) {                           \
+    DYN_SHARED(T, shared);                                                                            \
+    uint64_t* barrier = reinterpret_cast<uint64_t*>(shared + 4 * 64);                                 \
+    const int t = threadIdx.x, mine = 64 * cluster_rank() + t;                                        \
+    if (t == 0) push_init(barrier);                                                                   \
+    __syncwarp();                                                                                     \
+    cluster_arrive();                                                                                 \
+    cluster_wait();                                                                                   \
+    for (int rank = 0; rank < 4; rank++) push(shared + mine, rank, in[blockIdx.x * 64 + t], barrier); \
+    if (t == 0) push_expect(barrier, 4 * 64 * sizeof(T));                                             \
+    const uint64_t begin = global_timer_ns();                                                         \
+    while (!push_arrived(barrier) && global_timer_ns() - begin < limit_ns) continue;                  \
+    for (int s = 0; s < 4; s++) out[(blockIdx.x * 4 + s) * 64 + t] = shared[64 * s + t];              \
+  }
+PROBE_PUSH(push_init, push_f4, float4)
+PROBE_PUSH(push_expect, push_f2, float2)
+PROBE_PUSH(push_f4, push_f4, float4)
+PROBE_PUSH(push_f2, push_f2, float2)
+PROBE_PUSH(push_arrived, push_f4, float4)
+
 // ---- arithmetic -----------------------------------------------------------------------------------------------------------
 KERNEL(256) void probe_ex2_approx(float* out, const float* in, int n) {
   for EACH(i, n) out[i] = ex2_approx(in[i]);
+}
+
+// An 8×8 matrix a warp, row-major, two neighbours a word.
+KERNEL(256) void probe_movmatrix_trans(uint32_t* out, const uint32_t* in) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = movmatrix_trans(in[i]);
 }
 
 // One warp's fragments of tile blockIdx.x, as include/ptx.cuh lays them out: a [16, 16], b [16, 8], c and out [16, 8], row-major.
