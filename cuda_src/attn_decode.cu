@@ -1,140 +1,284 @@
-// attn_decode.cu - attention of one new token to its KV cache (split-KV flash decoding), GQA-packed, in one launch.
+// attn_decode.cu - attention of T new tokens (one, or a few to verify) to their KV cache: split-KV flash decoding, GQA-packed, in one launch.
 //
-//   out[h] = Σ_k softmax_k(q[h]·K[h/G, k] / √HD)·V[h/G, k],   k = 0 … pos,   G = H/KV
+//   out[t, h] = Σ_k softmax_k(q[t, h]·K[h/G, k] / √HD)·V[h/G, k],   k = 0 … pos + t,   G = H/KV
 //
-// A block takes up to 16 query heads that share a KV head (a group larger than 16 takes several blocks) and one split of the keys; its
-// warps take every eighth step of 16 keys. K and V are read once for the whole group. The number of splits in use follows the length in
-// device memory, so that one captured graph serves every length: blocks past it leave at once. Each block leaves its partial output in
-// `part`; the last one to arrive merges them (the counter wraps to zero by itself).
+// A block takes up to 8·NT rows (t, h) that share a KV head and one split of the keys, so that K and V are read once for the whole group.
+// Its eight warps take steps of 16 keys in turn, and their partial outputs meet in shared memory. The blocks of a cluster are splits of one
+// head: each finishes a share of the rows, which the others push into its shared memory. Clusters of one head meet in global memory, where
+// the last to arrive finishes. How many blocks work follows the length in device memory, so that one captured graph serves every length:
+// the first cluster's blocks one after another, then a cluster more for each 2^log_keys keys. Blocks past those leave at once.
 //
-// grid: (splits, KV·ceil(G/16)); block: 256; dynamic shared memory: 8·16·(HD + 2)·4. bytes moved: 2·KV·(pos + 1)·HD·2.
-// PRECOND  HD 64 or 128 (by kernel name); H % KV == 0; q, caches 16-byte aligned; counters zero before the first launch.
-// PRECOND  part holds gridDim.y·gridDim.x·16·(HD + 4) floats, 16-byte aligned. minimum arch: sm_80
-#include "include/attn.cuh"
+// Before griddep_wait a block requests the keys and values of its first step: all but the newest T rows are older than the launch before
+// it. PRECOND  pos and the rows before it were written before the last ordinary (not dependent) launch of the stream.
+//
+// grid: (clusters << log_cluster, ceil(T·G / (8·NT)), KV), cluster: (1 << log_cluster, 1, 1); block: 256; dynamic shared memory: sizeof(Shared).
+// bytes moved: 2·KV·(pos + T)·HD·2 for each block row (grid.y).
+// PRECOND  HD 64 or 128, NT 1 or 2 (by kernel name), T = 1 and G <= 8 for NT = 1; log_cluster 0 to 3, 0 before sm_90.
+// PRECOND  pos + T <= max_len; q, caches 16-byte aligned; part and part_ml filled with ones (every bit), arrivals zero before the first launch.
+// minimum arch: sm_80
+#include "include/attn_merge.cuh"
 
 constexpr int WARPS = 8;
-constexpr int MIN_SPLIT = WARPS * ATTN_KEYS;  // a shorter split would leave warps idle
-constexpr int GATHER = 8;                     // partials in flight a thread while splits are merged
+constexpr int STEP = WARPS * ATTN_KEYS;  // keys of one step of the block, and the fewest of a split
+constexpr int CLUSTER = 8;               // the largest cluster
+constexpr int FEW = 4, MANY = 16;        // clusters' partials in flight a thread
 
-// The warps' states side by side in shared memory, rows as [HD] with their maximum and sum.
-template <int HD>
-struct BlockPartial {
-  float o[WARPS][ATTN_ROWS][HD];
-  float m[WARPS][ATTN_ROWS], l[WARPS][ATTN_ROWS];
+template <int HD, int NT>
+struct Shared {
+  static constexpr int R = 8 * NT;
+  WarpPartial<HD, NT> warp[WARPS];
+  float4 pushed[R * HD / 4];  // [source][rows a block finishes][HD / 4]
+  float2 ml[WARPS][R];
+  float2 pushed_ml[R];  // [source][rows a block finishes]
+  uint64_t arrived;     // push barrier
 };
 
-template <int HD>
-DEVICE void publish(BlockPartial<HD>& sh, const AttnState<HD>& st) {
-  const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+// Where a block stands: its keys, and who else works on the same rows.
+struct Split {
+  int len, chunk;                // keys; keys a block
+  int begin, end;                // this block's keys
+  int rank, cluster;             // of this block
+  int sources, clusters;         // blocks of this cluster that have keys, clusters that do
+  DEVICE bool alone() const { return chunk >= len; }
+};
+DEVICE Split split_of(int len, int log_cluster, int log_keys) {
+  Split s;
+  const int size = 1 << log_cluster;
+  const int blocks = min(int(gridDim.x) >> log_cluster, ((len - 1) >> log_keys) + 1) << log_cluster;
+  s.len = len;
+  s.chunk = max(STEP, (int(unsigned(len + blocks - 1) / unsigned(blocks)) + ATTN_KEYS - 1) / ATTN_KEYS * ATTN_KEYS);
+  s.rank = int(blockIdx.x) & (size - 1), s.cluster = int(blockIdx.x) >> log_cluster;
+  s.begin = int(blockIdx.x) * s.chunk, s.end = min(len, s.begin + s.chunk);
+  const int splits = int(unsigned(len + s.chunk - 1) / unsigned(s.chunk));
+  s.sources = min(size, splits - s.cluster * size), s.clusters = (splits + size - 1) >> log_cluster;
+  return s;
+}
+
+// All this block's keys, its steps TILES (one or two) at a time; the tiles of the first are in flight. Keys before `seen` are masked for no row.
+template <int HD, int NT, int TILES>
+DEVICE void attend(AttnState<HD, NT>& st, const uint4 (&q)[NT][HD / 32], AttnTile<HD> (&tile)[TILES], const bf16* k, const bf16* v,
+                   int begin, int end, int seen, const int (&limit)[NT][2], float scale_log2) {
+  attn_init(st);
+  for (int k0 = begin; k0 < end; k0 += TILES * STEP) {
+    float s[TILES][NT][4];
+    const bool whole = k0 + (TILES - 1) * STEP < end;  // all tiles have keys
+    const int next = k0 + TILES * STEP;
+    attn_scores<HD, NT>(s[0], q, tile[0]);
+    if (TILES > 1 && whole)
+      attn_scores<HD, NT>(s[TILES - 1], q, tile[TILES - 1]);
+    else if (TILES > 1)
+      attn_no_scores<NT>(s[TILES - 1]);
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = g + 8 * r;
-    const float l = attn_row_sum(st.l[r]);
-    if (t == 0) sh.m[warp][row] = st.m[r], sh.l[warp][row] = l;
+    for (int i = 0; i < TILES; i++)
+      if (next + i * STEP < end) attn_fetch_k<HD>(tile[i], k, next + i * STEP, 0, end - 1);
+    if (k0 + (TILES - 1) * STEP + ATTN_KEYS > seen)
 #pragma unroll
-    for (int j = 0; j < HD / 64; j++)
+      for (int i = 0; i < TILES; i++) attn_mask<NT>(s[i], k0 + i * STEP, limit);
+    attn_softmax<HD, NT, TILES>(st, s, scale_log2, k0 == begin);
+    attn_values<HD, NT>(st, s[0], tile[0]);
+    if (TILES > 1 && whole) attn_values<HD, NT>(st, s[TILES - 1], tile[TILES - 1]);
 #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        sh.o[warp][row][64 * j + 16 * t + e] = st.o[8 * j + e][2 * r];
-        sh.o[warp][row][64 * j + 16 * t + 8 + e] = st.o[8 * j + e][2 * r + 1];
-      }
+    for (int i = 0; i < TILES; i++)
+      if (next + i * STEP < end) attn_fetch_v<HD>(tile[i], v, next + i * STEP, 0, end - 1);
   }
 }
 
-// A sum of partials that are relative to different maxima: o = Σ 2^(m_i - m)·o_i, l likewise, m = max m_i. Four dimensions a thread.
-struct Merge {
-  float4 o;
-  float m, l;
-};
-DEVICE void merge(Merge& a, float4 o, float m, float l) {
-  const float top = fmaxf(a.m, m), base = top == NEG_INF ? 0.f : top, fa = ex2_approx(a.m - base), fb = ex2_approx(m - base);
-  a.o = make_float4(fmaf(fb, o.x, fa * a.o.x), fmaf(fb, o.y, fa * a.o.y), fmaf(fb, o.z, fa * a.o.z), fmaf(fb, o.w, fa * a.o.w));
-  a.l = fmaf(fb, l, fa * a.l);
-  a.m = top;
+// The partials of clusters c0 … c0 + count - 1, at most N, looked at until they are whole; o_of, ml_of: where cluster c's are.
+template <int N, class O, class ML>
+DEVICE Partial gather(const O& o_of, const ML& ml_of, int c0, int count) {
+  uint4 o[N];
+  uint2 ml[N];
+  uint32_t most, looks = 0;
+  do {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const int c = c0 + min(i, count - 1);
+      o[i] = ld_volatile_v4(o_of(c)), ml[i] = ld_volatile_v2(ml_of(c));
+    }
+    most = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) most = max(most, max(largest(o[i]), max(ml[i].x, ml[i].y)));
+    look_again(looks);
+  } while (most == HOLE);
+  const auto f = [](uint32_t w) { return __uint_as_float(w); };
+  return merge<N>([&](int i) { return make_float4(f(o[i].x), f(o[i].y), f(o[i].z), f(o[i].w)); },
+                  [&](int i) { return make_float2(f(ml[i].x), f(ml[i].y)); }, count);
 }
 
+// The partials of all clusters of a head meet: the last to arrive has them all, in the clusters' order. The arrival is relaxed and may
+// overtake the partials, so these are looked at until they are whole. Called by whole warps; `active` threads have a partial.
+// to, to_ml: this thread's place in cluster 0's partials; the next cluster's is `stride` rows on.
 template <int HD>
-DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache, float* part, uint32_t* counters,
-                        const int32_t* pos_ptr, int H, int KV, int max_len, float scale_log2) {
+DEVICE bool meet(Partial& a, bool active, float4* to, float2* to_ml, int stride, uint32_t* arrivals, const Split& s) {
+  const int lane = threadIdx.x % WARP;
+  const bool first = int(threadIdx.x) % (HD / 4) == 0;
+  const auto o_of = [&](int c) { return to + c * stride * (HD / 4); };
+  const auto ml_of = [&](int c) { return to_ml + c * stride; };
+  if (active) {
+    st_volatile_v4(o_of(s.cluster), make_uint4(not_hole(a.o.x), not_hole(a.o.y), not_hole(a.o.z), not_hole(a.o.w)));
+    if (first) st_volatile_v2(ml_of(s.cluster), make_uint2(not_hole(a.m), not_hole(a.l)));
+  }
+  uint32_t before = lane == 0 ? atomicInc(arrivals, s.clusters - 1) : 0;
+  before = __shfl_sync(FULL_MASK, before, 0);
+  if (int(before) != s.clusters - 1) return false;
+  if (active) {
+    a = gather<FEW>(o_of, ml_of, 0, min(FEW, s.clusters));
+    for (int c = FEW; c < s.clusters; c += MANY) a = merge(a, gather<MANY>(o_of, ml_of, c, min(MANY, s.clusters - c)));
+  }
+  __syncwarp();  // all lanes have read {m, l}
+  if (active)
+#pragma unroll 1
+    for (int c = 0; c < s.clusters; c++) {
+      st_volatile_v4(o_of(c), make_uint4(HOLE, HOLE, HOLE, HOLE));
+      if (first) st_volatile_v2(ml_of(c), make_uint2(HOLE, HOLE));
+    }
+  return true;
+}
+
+// A block's rows: `count` from row `first` on of the rows (t, h) = (r / G, r % G) of its KV head.
+template <int HD, int NT>
+struct Rows {
+  int first, count, G;
+  int at;  // element of q and out where row `first` of token 0 begins
+  DEVICE int element(int r) const {
+    if (NT == 1) return at + r * HD;
+    const int token = (first + r) / G;
+    return at + (token * (int(gridDim.z) - 1) * G + r) * HD;
+  }
+  // The first key that row r does not see.
+  DEVICE int limit(int r, int pos, int end) const { return NT == 1 ? end : min(end, pos + (first + r) / G + 1); }
+};
+
+// Each block of a cluster finishes 1 << log_share rows.
+template <int NT>
+DEVICE int log_share(int log_cluster) { return (NT == 1 ? 3 : 4) - log_cluster; }
+
+// The block's warps meet, a thread merging four dimensions of a row: that is the output, or goes to the block that finishes the row.
+template <int HD, int NT>
+DEVICE void hand_over(bf16* out, Shared<HD, NT>& sh, const Rows<HD, NT>& rows, const Split& s, int log_cluster) {
+  constexpr int QUADS = HD / 4;
+  const int log = log_share<NT>(log_cluster);
+  for (int i = threadIdx.x; i < rows.count * QUADS; i += WARPS * WARP) {
+    const int row = i / QUADS, d = i % QUADS;
+    const Partial a = merge<WARPS>([&](int w) { return sh.warp[w].o[row][d ^ swizzle(row)]; }, [&](int w) { return sh.ml[w][row]; }, WARPS);
+    if (s.alone()) {
+      store_output(out + rows.element(row) + 4 * d, a);
+    } else if (log_cluster) {
+      const int to = row >> log, place = (s.rank << log) + (row & ((1 << log) - 1));
+      push_f4(&sh.pushed[place * QUADS + d], to, a.o, &sh.arrived);
+      if (d == 0) push_f2(&sh.pushed_ml[place], to, make_float2(a.m, a.l), &sh.arrived);
+    } else {  // a cluster of one: as if pushed
+      sh.pushed[row * QUADS + d] = a.o;
+      if (d == 0) sh.pushed_ml[row] = make_float2(a.m, a.l);
+    }
+  }
+}
+
+// The cluster's blocks meet, then the clusters: whole warps, each for 32·4 neighbouring outputs. part, part_ml, arrivals: of this block's rows.
+template <int HD, int NT>
+DEVICE void finish(bf16* out, Shared<HD, NT>& sh, const Rows<HD, NT>& rows, const Split& s, int log_cluster, float4* part, float2* part_ml,
+                   uint32_t* arrivals) {
+  constexpr int QUADS = HD / 4;
+  const int log = log_share<NT>(log_cluster), row_0 = s.rank << log;
+  for (int i = threadIdx.x; i / WARP * WARP < (QUADS << log); i += WARPS * WARP) {
+    const int mine = i / QUADS, row = row_0 + mine, d = i % QUADS, warp_row = row_0 + i / WARP * WARP / QUADS;
+    if (warp_row >= rows.count) return;
+    const bool active = mine < 1 << log && row < rows.count;
+    Partial a = {make_float4(0.f, 0.f, 0.f, 0.f), NEG_INF, 0.f};
+    if (active) {
+      uint32_t looks = 0;
+      while (log_cluster && !push_arrived(&sh.arrived)) look_again(looks);
+      const auto place = [&](int c) { return (min(c, s.sources - 1) << log) + mine; };
+      a = merge<CLUSTER>([&](int c) { return sh.pushed[place(c) * QUADS + d]; }, [&](int c) { return sh.pushed_ml[place(c)]; }, s.sources);
+    }
+    if (s.clusters > 1 && !meet<HD>(a, active, part + row * QUADS + d, part_ml + row, 8 * NT, arrivals + warp_row, s)) continue;
+    if (active) store_output(out + rows.element(row) + 4 * d, a);
+  }
+}
+
+template <int HD, int NT, int TILES>
+DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache, float4* part, float2* part_ml, uint32_t* arrivals,
+                        const int32_t* pos_ptr, int T, int G, int max_len, int log_cluster, int log_keys, float scale_log2) {
+  constexpr int R = 8 * NT;
   DYN_SHARED(unsigned char, dynamic);
-  BlockPartial<HD>& sh = *reinterpret_cast<BlockPartial<HD>*>(dynamic);
-  SHARED(uint32_t, arrived);
+  auto& sh = *reinterpret_cast<Shared<HD, NT>*>(dynamic);
   griddep_launch();
-  griddep_wait();
-  const int G = H / KV, tiles = (G + ATTN_ROWS - 1) / ATTN_ROWS;
-  const int kv = blockIdx.y / tiles, first = (blockIdx.y % tiles) * ATTN_ROWS, rows = min(ATTN_ROWS, G - first);
-  const int len = *pos_ptr + 1;
-  // Keys a split, in whole steps of the block; splits in use.
-  const int chunk = ((len + int(gridDim.x) - 1) / int(gridDim.x) + MIN_SPLIT - 1) / MIN_SPLIT * MIN_SPLIT;
-  const int splits = (len + chunk - 1) / chunk;
-  if (int(blockIdx.x) >= splits) return;
-
-  const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
-  const bf16* qh = q + (kv * G + first) * HD;
-  uint32_t qf[HD / 16][4];
-  attn_load_q<HD>(qf, g < rows ? qh + g * HD : nullptr, g + 8 < rows ? qh + (g + 8) * HD : nullptr);
+  if (log_cluster) {
+    if (threadIdx.x == 0) push_init(&sh.arrived);
+    __syncwarp();
+    cluster_arrive();
+  }
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, kv = blockIdx.z;
+  const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP, 0);  // so that the compiler knows it to be the same in all lanes
   const bf16 *k = k_cache + int64_t(kv) * max_len * HD, *v = v_cache + int64_t(kv) * max_len * HD;
-  const int begin = blockIdx.x * chunk, end = min(len, begin + chunk), limit[2] = {end, end};
-  AttnState<HD> st;
-  attn_init<HD>(st);
-  for (int k0 = begin + warp * ATTN_KEYS; k0 < end; k0 += WARPS * ATTN_KEYS) attn_step<HD>(st, qf, k, v, k0, end - 1, limit, scale_log2);
-  publish<HD>(sh, st);
-  __syncthreads();
+  const int pos = *pos_ptr;
+  Split s = split_of(pos + (NT == 1 ? 1 : T), log_cluster, log_keys);
+  if (s.alone() ? blockIdx.x > 0 : s.cluster >= s.clusters) return;
 
-  // The block's partial, {o[HD], m, l, unused} a row: a thread merges the warps for four dimensions of a row.
-  constexpr int PART_ROW = HD + 4, QUADS = HD / 4;
-  bf16* dst = out + (kv * G + first) * HD;
-  float* mine = part + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * ATTN_ROWS * PART_ROW;
-  for (int i = threadIdx.x; i < rows * QUADS; i += blockDim.x) {
-    const int row = i / QUADS, d = i % QUADS * 4;
-    Merge a = {make_float4(0.f, 0.f, 0.f, 0.f), NEG_INF, 0.f};
+  // Keys of the first step. Rows from pos on belong to the launch before this one.
+  AttnTile<HD> tile[TILES];
+  int k0[TILES];
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) merge(a, *reinterpret_cast<const float4*>(&sh.o[w][row][d]), sh.m[w][row], sh.l[w][row]);
-    if (splits == 1) {
-      *reinterpret_cast<uint2*>(dst + row * HD + d) = make_uint2(pack_bf16(a.o.x / a.l, a.o.y / a.l), pack_bf16(a.o.z / a.l, a.o.w / a.l));
-      continue;
-    }
-    *reinterpret_cast<float4*>(mine + row * PART_ROW + d) = a.o;
-    if (d == 0) *reinterpret_cast<float2*>(mine + row * PART_ROW + HD) = make_float2(a.m, a.l);
+  for (int i = 0; i < TILES; i++) {
+    k0[i] = s.begin + i * STEP + warp * ATTN_KEYS;
+    if (k0[i] >= min(s.end, pos)) continue;
+    attn_fetch_k<HD>(tile[i], k, k0[i], 0, pos - 1);
+    attn_fetch_v<HD>(tile[i], v, k0[i], 0, pos - 1);
   }
-  if (splits == 1) return;
+  // Whatever else can be known before the wait.
+  Rows<HD, NT> rows = {int(blockIdx.y) * R, 0, G, (kv * G + int(blockIdx.y) * R) * HD};
+  rows.count = min(R, (NT == 1 ? G : T * G) - rows.first);
+  settle(rows.at);
+  int limit[NT][2], q_at[NT];
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    q_at[n] = 8 * n + g < rows.count ? rows.element(8 * n + g) : -1;
+    settle(q_at[n]);
+#pragma unroll
+    for (int c = 0; c < 2; c++) limit[n][c] = rows.limit(8 * n + 2 * t + c, pos, s.end);
+  }
+  if (!s.alone() && log_cluster) {
+    const int log = log_share<NT>(log_cluster), mine = min(max(rows.count - (s.rank << log), 0), 1 << log);
+    if (threadIdx.x == 0) push_expect(&sh.arrived, s.sources * mine * (4 * HD + 8));
+    cluster_wait();
+  }
+  settle(s.clusters), settle(s.sources);
+  griddep_wait();
 
-  // Last block to arrive: the barrier orders the block's stores before thread 0's acq_rel increment, that one before the readers'.
-  __syncthreads();
-  if (threadIdx.x == 0) arrived = atom_inc_acq_rel_gpu(counters + blockIdx.y, splits - 1);
-  __syncthreads();
-  if (int(arrived) != splits - 1) return;
-  const float* all = part + int64_t(blockIdx.y) * gridDim.x * ATTN_ROWS * PART_ROW;
-  for (int i = threadIdx.x; i < rows * QUADS; i += blockDim.x) {
-    const int row = i / QUADS, d = i % QUADS * 4;
-    Merge a = {make_float4(0.f, 0.f, 0.f, 0.f), NEG_INF, 0.f};
-    for (int s0 = 0; s0 < splits; s0 += GATHER) {
-      float4 o[GATHER];
-      float2 ml[GATHER];
+  uint4 qf[NT][HD / 32];
 #pragma unroll
-      for (int s = 0; s < GATHER; s++) {
-        const float* p = all + (min(s0 + s, splits - 1) * ATTN_ROWS + row) * PART_ROW;
-        o[s] = *reinterpret_cast<const float4*>(p + d);
-        ml[s] = *reinterpret_cast<const float2*>(p + HD);
-      }
+  for (int n = 0; n < NT; n++) attn_load_row<HD>(qf[n], q_at[n] >= 0 ? q + q_at[n] : nullptr);
 #pragma unroll
-      for (int s = 0; s < GATHER; s++)
-        if (s0 + s < splits) merge(a, o[s], ml[s].x, ml[s].y);
-    }
-    *reinterpret_cast<uint2*>(dst + row * HD + d) = make_uint2(pack_bf16(a.o.x / a.l, a.o.y / a.l), pack_bf16(a.o.z / a.l, a.o.w / a.l));
+  for (int i = 0; i < TILES; i++) {
+    if (k0[i] >= s.end || k0[i] + ATTN_KEYS <= pos) continue;
+    attn_fetch_k<HD>(tile[i], k, k0[i], pos, s.end - 1);
+    attn_fetch_v<HD>(tile[i], v, k0[i], pos, s.end - 1);
   }
+  AttnState<HD, NT> st;
+  attend<HD, NT, TILES>(st, qf, tile, k, v, k0[0], s.end, rows.limit(0, pos, s.end), limit, scale_log2);
+  publish<HD, NT>(sh.warp[warp], sh.ml[warp], st);
+  __syncthreads();
+  if (s.begin < s.end) hand_over(out, sh, rows, s, log_cluster);
+  if (s.alone()) return;
+  if (!log_cluster) __syncthreads();
+  const int tile_row = (kv * int(gridDim.y) + int(blockIdx.y)) * R, clusters = int(gridDim.x) >> log_cluster;
+  finish(out, sh, rows, s, log_cluster, part + int64_t(tile_row) * clusters * (HD / 4), part_ml + tile_row * clusters, arrivals + tile_row);
 }
 
-#define ATTN_DECODE(HD)                                                                                             \
-  KERNEL_OCC(WARPS * WARP, 1) void attn_decode_bf16_hd##HD(bf16* out,           /* [H, HD] */                       \
-                                                           const bf16* q,       /* [H, HD] */                       \
-                                                           const bf16* k_cache, /* [KV, max_len, HD] */             \
-                                                           const bf16* v_cache, /* [KV, max_len, HD] */             \
-                                                           float* part,         /* [grid.y, grid.x, 16, HD + 4] */  \
-                                                           uint32_t* counters,  /* [grid.y] */                      \
-                                                           const int32_t* pos,  /* [1] */                           \
-                                                           int H, int KV, int max_len, float scale_log2) {          \
-    attn_decode<HD>(out, q, k_cache, v_cache, part, counters, pos, H, KV, max_len, scale_log2);                     \
+#define ATTN_DECODE(HD, NT, TILES)                                                                                                        \
+  KERNEL_OCC(WARPS * WARP, 1) void attn_decode_bf16_hd##HD##_n##NT(                                                                       \
+      bf16* out,           /* [T, H, HD] */                                                                                               \
+      const bf16* q,       /* [T, H, HD] */                                                                                               \
+      const bf16* k_cache, /* [KV, max_len, HD] */                                                                                        \
+      const bf16* v_cache, /* [KV, max_len, HD] */                                                                                        \
+      float4* part,        /* [KV·grid.y, clusters, 8·NT, HD] */                                                                          \
+      float2* part_ml,     /* [KV·grid.y, clusters, 8·NT] */                                                                              \
+      uint32_t* arrivals,  /* [KV·grid.y, 8·NT] */                                                                                        \
+      const int32_t* pos,  /* [1]: of the first of the T tokens */                                                                        \
+      int T, int G, int max_len, int log_cluster, int log_keys, float scale_log2) {                                                       \
+    attn_decode<HD, NT, TILES>(out, q, k_cache, v_cache, part, part_ml, arrivals, pos, T, G, max_len, log_cluster, log_keys, scale_log2); \
   }
-ATTN_DECODE(64)
-ATTN_DECODE(128)
+ATTN_DECODE(64, 1, 2)
+ATTN_DECODE(128, 1, 2)
+ATTN_DECODE(64, 2, 1)
+ATTN_DECODE(128, 2, 1)

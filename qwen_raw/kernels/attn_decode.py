@@ -1,4 +1,4 @@
-"""cuda_src/attn_decode.cu: one new token's attention, split over the keys, merged by the last block to arrive."""
+"""cuda_src/attn_decode.cu: attention of one new token, or a few, split over the keys and merged in the same launch."""
 
 from __future__ import annotations
 
@@ -7,39 +7,104 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qwen_raw.device import BF16, F32, I32, U32, Arg, Buffer, Device
+from qwen_raw.device import BF16, F32, I32, U32, Arg, Buffer, Device, Kernel
 from qwen_raw.errors import require
 from qwen_raw.kernels.linear import check_buffer
 
 STEM = "attn_decode"
-ROWS, WARPS, KEYS = 16, 8, 16
+WARPS, KEYS = 8, 16
 HEAD_DIMS = (64, 128)
-MIN_SPLIT = WARPS * KEYS  # keys
+MAX_CLUSTER = 8  # blocks
+MIN_SPLIT = WARPS * KEYS  # keys: one step of a block
+FULL_SPLIT = 2 * MIN_SPLIT  # keys a block before another cluster joins: what a block has in flight at once
+ENOUGH = 0.7  # of the multiprocessors: larger clusters are preferred as long as this share of them has a block
 
 
-def head_blocks(H: int, KV: int) -> int:
-    """grid.y: one block row for each KV head and each 16 query heads that share it."""
-    return KV * ((H // KV + ROWS - 1) // ROWS)
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the keys of a head are split: `clusters` of 1 << log_cluster blocks, one more each 1 << log_keys keys."""
+
+    log_cluster: int
+    clusters: int
+    log_keys: int
+
+    @property
+    def cluster(self) -> int:
+        return 1 << self.log_cluster
+
+    @property
+    def grid_x(self) -> int:
+        return self.clusters << self.log_cluster
 
 
-def max_splits(sm_count: int, H: int, KV: int, max_len: int) -> int:
-    """grid.x: one block a multiprocessor, no split shorter than a block's step; the kernel uses what it needs."""
-    return max(1, min(sm_count // head_blocks(H, KV), (max_len + MIN_SPLIT - 1) // MIN_SPLIT))
+def block_rows(T: int, G: int) -> int:
+    """Rows (token, head of a group) of a block: the kernel with 8 takes one token."""
+    return 8 if T == 1 and G <= 8 else 16
+
+
+def smem_bytes(R: int, HD: int) -> int:
+    """sizeof(Shared) of attn_decode.cu."""
+    return (WARPS + 1) * R * (HD + 2) * 4 + 16
+
+
+def _kernel(dev: Device, R: int, HD: int) -> Kernel:
+    return dev.kernel(STEM, f"attn_decode_bf16_hd{HD}_n{R // 8}")
+
+
+def candidates(dev: Device, R: int, HD: int, tiles: int, max_len: int, full: int = FULL_SPLIT) -> list[Split]:
+    """With each cluster size as many clusters as the device holds at once, for `tiles` KV heads times blocks of rows.
+
+    `full`: keys that each block of the clusters at work has before another one joins, a power of two.
+    """
+    kernel, smem, found = _kernel(dev, R, HD), smem_bytes(R, HD), []
+    for log in range(MAX_CLUSTER.bit_length()):
+        at_once = dev.resident_clusters(kernel, WARPS * 32, smem, 1 << log) if log else dev.sm_count
+        log_keys = full.bit_length() - 1 + log
+        clusters = min(min(at_once, dev.sm_count >> log) // tiles, -(-max_len >> log_keys))
+        if log == 0 or (clusters and MIN_SPLIT << (log - 1) < max_len):
+            found.append(Split(log, max(clusters, 1), log_keys))
+    return found
+
+
+def choose_split(dev: Device, R: int, HD: int, tiles: int, max_len: int) -> Split:
+    """The largest cluster with which ENOUGH of the device has work at max_len.
+
+    Within a cluster partial results meet in a third of the time that they take between clusters, but clusters leave
+    multiprocessors of a device without work.
+    """
+    found = candidates(dev, R, HD, tiles, max_len)
+    enough = min(max(s.grid_x for s in found), ENOUGH * dev.sm_count / tiles)
+    return next(s for s in reversed(found) if s.grid_x >= enough)
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Partials and arrival counters of one stream; never shared by two launches that may overlap."""
+    """Where clusters meet, in launches of one stream with T tokens each; never shared by launches that overlap."""
 
-    part: Buffer  # f32 [grid.y, grid.x, 16, HD + 4]
-    counters: Buffer  # u32 [grid.y], zero between launches
-    splits: int
+    part: Buffer  # f32 [tiles, clusters, R, HD], every bit set between launches
+    part_ml: Buffer  # f32 [tiles, clusters, R, 2], likewise
+    arrivals: Buffer  # u32 [tiles, R], zero between launches
+    T: int
+    split: Split
 
     @staticmethod
-    def create(dev: Device, H: int, KV: int, HD: int, max_len: int, splits: int | None = None) -> Workspace:
-        n = splits or max_splits(dev.sm_count, H, KV, max_len)
-        rows = head_blocks(H, KV)
-        return Workspace(dev.empty((rows, n, ROWS, HD + 4), F32), dev.zeros((rows,), U32), n)
+    def create(
+        dev: Device, H: int, KV: int, HD: int, max_len: int, *, T: int = 1, split: Split | None = None
+    ) -> Workspace:
+        """For H query and KV key heads (of one rank) of HD dimensions; `split`: not the one that choose_split gives."""
+        _check_heads(H, KV, HD)
+        R = block_rows(T, H // KV)
+        tiles = KV * -(-T * (H // KV) // R)
+        s = split or choose_split(dev, R, HD, tiles, max_len)
+        part, part_ml = dev.empty((tiles, s.clusters, R, HD), F32), dev.empty((tiles, s.clusters, R, 2), F32)
+        for buffer in (part, part_ml):
+            buffer.fill(0xFF)
+        return Workspace(part, part_ml, dev.zeros((tiles, R), U32), T, s)
+
+
+def _check_heads(H: int, KV: int, HD: int) -> None:
+    require(HD in HEAD_DIMS, f"head_dim {HD}: this kernel has {HEAD_DIMS}")
+    require(H % KV == 0, f"{H} query heads do not divide among {KV} KV heads")
 
 
 def attn_decode(
@@ -53,31 +118,45 @@ def attn_decode(
     *,
     pdl: bool = False,
 ) -> None:
-    """out bf16 [H, HD] from q bf16 [H, HD] and caches bf16 [KV, max_len, HD], keys 0 … pos (device int32 [1])."""
-    (H, HD), (KV, max_len, _) = q.shape, k_cache.shape
-    require(HD in HEAD_DIMS, f"head_dim {HD}: this kernel has {HEAD_DIMS}")
-    require(H % KV == 0, f"{H} query heads do not divide among {KV} KV heads")
+    """out bf16 [T, H, HD] from q bf16 [T, H, HD] and caches bf16 [KV, max_len, HD]; [H, HD] is one token.
+
+    Token t sees keys 0 … pos + t; pos is a device int32 [1]. It, and the keys before it, must be older than the last
+    launch that was not a dependent one (`pdl`): the kernel reads them before it waits for its predecessor.
+    """
+    (H, HD), (KV, max_len, _) = q.shape[-2:], k_cache.shape
+    T = q.shape[0] if len(q.shape) == 3 else 1
+    _check_heads(H, KV, HD)
     for buffer, shape, name in (
-        (out, (H, HD), "out"),
-        (q, (H, HD), "q"),
+        (out, q.shape, "out"),
+        (q, q.shape, "q"),
         (k_cache, (KV, max_len, HD), "k_cache"),
         (v_cache, (KV, max_len, HD), "v_cache"),
     ):
         check_buffer(buffer, shape, BF16, name)
     require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
-    rows = head_blocks(H, KV)
-    check_buffer(ws.part, (rows, ws.splits, ROWS, HD + 4), F32, "workspace")
-    kernel = dev.kernel(STEM, f"attn_decode_bf16_hd{HD}")
-    dims = [np.int32(n) for n in (H, KV, max_len)]
+    G, R, s = H // KV, block_rows(ws.T, H // KV), ws.split
+    require(ws.T == T, f"the workspace is for {ws.T} tokens at a time, q has {T}")
+    row_blocks = -(-T * G // R)
+    check_buffer(ws.part, (KV * row_blocks, s.clusters, R, HD), F32, "workspace")
+    dims = [np.int32(n) for n in (T, G, max_len, s.log_cluster, s.log_keys)]
     args: list[Arg] = [
         out,
         q,
         k_cache,
         v_cache,
         ws.part,
-        ws.counters,
+        ws.part_ml,
+        ws.arrivals,
         pos,
         *dims,
         np.float32(math.log2(math.e) / math.sqrt(HD)),
     ]
-    dev.launch(kernel, (ws.splits, rows, 1), (WARPS * 32, 1, 1), args, smem=WARPS * ROWS * (HD + 2) * 4, pdl=pdl)
+    dev.launch(
+        _kernel(dev, R, HD),
+        (s.grid_x, row_blocks, KV),
+        (WARPS * 32, 1, 1),
+        args,
+        smem=smem_bytes(R, HD),
+        pdl=pdl,
+        cluster=(s.cluster, 1, 1) if s.log_cluster else None,
+    )

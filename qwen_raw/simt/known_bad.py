@@ -227,29 +227,36 @@ VARIANTS = {
             least_ranks=1,
         ),
         Variant(
-            "fence_before_barrier",
+            "arrival_as_flag",
             "attn_decode",
             "attn_decode",
-            "all threads fence, then the barrier, then thread 0 counts by a relaxed atomic: it publishes only its own",
-            edits=(
-                (
-                    "  __syncthreads();\n"
-                    "  if (threadIdx.x == 0) arrived = atom_inc_acq_rel_gpu(counters + blockIdx.y, splits - 1);\n",
-                    "  __threadfence();\n  __syncthreads();\n"
-                    "  if (threadIdx.x == 0) arrived = atomicInc(counters + blockIdx.y, splits - 1);\n",
-                ),
-            ),
-            race=True,
+            "the last cluster to arrive takes the partials as they are: the relaxed arrivals may have overtaken them",
+            edits=(("while (most == HOLE)", "while (false)"),),
+            weak_local=True,
             least_ranks=1,
         ),
         Variant(
-            "one_tag",
-            "sample_ranks",
-            "sample",
-            "one tag of four is looked at: the other words of the pack may still be those of the step before the last",
+            "early_push",
+            "attn_decode",
+            "attn_decode",
+            "pushes without the cluster's barrier before them: the block that is pushed to may not have started",
+            edits=(("    cluster_wait();\n", ""),),
+            least_ranks=1,
+        ),
+        Variant(
+            "early_keys",
+            "attn_decode",
+            "attn_decode",
+            "the newest key is read with the others, before griddep_wait",
             edits=(
-                ("v.x >> 24 == tag && v.y >> 24 == tag && v.z >> 24 == tag && v.w >> 24 == tag", "v.x >> 24 == tag"),
+                ("if (k0[i] >= min(s.end, pos)) continue;", "if (k0[i] >= s.end) continue;"),
+                (
+                    "attn_fetch_k<HD>(tile[i], k, k0[i], 0, pos - 1);",
+                    "attn_fetch_k<HD>(tile[i], k, k0[i], 0, s.end - 1);",
+                ),
+                ("    attn_fetch_k<HD>(tile[i], k, k0[i], pos, s.end - 1);\n", ""),
             ),
+            least_ranks=1,
         ),
         Variant(
             "two_slots",
@@ -257,10 +264,10 @@ VARIANTS = {
             "signal",
             "two slots and no credit: the producer overwrites what has not been taken",
             edits=(
-                ("int64_t(k % count)", "int64_t(k % 2u)"),
-                ("(credit) + count - k)", "(credit) + 2u - k)"),
+                ("constexpr int SLOTS = 3;", "constexpr int SLOTS = 2;"),
                 (
-                    "    while (int32_t(ld_acquire_sys_u32(credit) + 2u - k) < 0) watch_poll(watch, rank, peer, k);\n",
+                    "    while (int32_t(ld_acquire_sys_u32(credit) + SLOTS - k) < 0) "
+                    "watch_poll(watch, rank, peer, k);\n",
                     "    watch.polls = 0;\n",
                 ),
             ),

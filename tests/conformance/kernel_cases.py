@@ -18,7 +18,7 @@ from kernel_reference import bf16_input, f16_input, make_linear, silu
 
 from loaders.dtypes import bf16_to_f32, f16_to_f32
 from qwen_raw.device import BF16, E4M3, F16, F32, Buffer
-from qwen_raw.kernels.attn_decode import MIN_SPLIT, Workspace, attn_decode
+from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode
 from qwen_raw.kernels.attn_prefill import attn_prefill
 from qwen_raw.kernels.bandwidth import read_all
 from qwen_raw.kernels.embed import embed
@@ -33,6 +33,7 @@ from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 Outputs = dict[str, Output]
 EPS = 1e-6
+SPLIT = Split(1, 2, 8)  # attention: two clusters of two blocks
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,7 @@ def gemv_cases(gemv: Any) -> list[Case]:
     def case(op: str, C: int, K: int) -> Case:
         return Case(f"gemv_{op}_{suffix}_c{C}", lambda machine, rng: ops[op](machine.dev, rng, gemv, K))
 
-    def choice(C: int, K: int) -> Case:
-        return Case(f"gemv_choose_{suffix}_c{C}", lambda machine, rng: gemv_choose(machine, rng, gemv, K))
-
-    choices = [] if gemv.fp8 else [choice(C, K) for C, K in NORMED[suffix].items()]
-    return choices + [
-        case(op, C, K) for op in ops for C, K in (ADD if op in ("add", "store") else NORMED)[suffix].items()
-    ]
+    return [case(op, C, K) for op in ops for C, K in (ADD if op in ("add", "store") else NORMED)[suffix].items()]
 
 
 def gemv_add(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
@@ -219,23 +214,21 @@ def attended(out: Buffer, rows: list[tuple[Array, Array, Array]]) -> Output:
     return rounded(bits, np.reshape(slack, (*bits.shape[:-1], 1)), share=0.1)
 
 
-def decode(HD: int) -> Case:
+def decode(HD: int, T: int) -> Case:
     def run(machine: Machine, rng: np.random.Generator) -> Outputs:
         dev, H, KV, max_len = machine.dev, 7, 1, 3 * MIN_SPLIT
-        (q, Q), (k, K), (v, V) = (
-            bf16_input(rng, H, HD),
-            bf16_input(rng, KV, max_len, HD),
-            bf16_input(rng, KV, max_len, HD),
-        )
-        buffers, ws = [dev.array(x) for x in (q, k, v)], Workspace.create(dev, H, KV, HD, max_len, 3)
+        (q, Q), (k, K), (v, V) = (bf16_input(rng, *s) for s in ((T, H, HD), (KV, max_len, HD), (KV, max_len, HD)))
+        buffers, ws = [dev.array(x) for x in (q, k, v)], Workspace.create(dev, H, KV, HD, max_len, T=T, split=SPLIT)
         results = {}
-        for n in (1, 100, max_len - 3):  # keys; the workspace's counters go on
-            out = dev.zeros((H, HD), BF16)
-            attn_decode(dev, out, *buffers, dev.array(np.array([n - 1], np.int32)), ws)
-            results[f"{n} keys"] = attended(out, [(Q[h], K[0, :n], V[0, :n]) for h in range(H)])
-        return results | {"counters": exact(ws.counters.download())}
+        for n in (T, 100, max_len - 3):  # keys; the workspace goes on
+            out = dev.zeros((T, H, HD), BF16)
+            attn_decode(dev, out, *buffers, dev.array(np.array([n - T], np.int32)), ws)
+            seen = [n - T + t + 1 for t in range(T)]
+            rows = [(Q[t, h], K[0, : seen[t]], V[0, : seen[t]]) for t in range(T) for h in range(H)]
+            results[f"{n} keys"] = attended(out, rows)
+        return results | {"arrivals": exact(ws.arrivals.download())}
 
-    return Case(f"attn_decode_bf16_hd{HD}", run)
+    return Case(f"attn_decode_bf16_hd{HD}_n{1 if T == 1 else 2}", run)
 
 
 def prefill(HD: int) -> Case:
@@ -301,21 +294,6 @@ def run_rmsnorm_split(machine: Machine, rng: np.random.Generator) -> Outputs:
     return {"hi + lo": Output(hi + lo, (2.0**-16 + 2.0**-20) * np.abs(hi), share=0.2)}
 
 
-def gemv_choose(machine: Machine, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
-    """As gemv_logits; the ids, positions and step numbers that were posted agree (the hash is of the logits' bits)."""
-    dev, V = machine.dev, 131
-    s, (h, g), ids = Sampler.create(dev, V), normed_input(dev, rng, K), []
-    w, out = make_linear(dev, rng, V, K, False)[0], dev.zeros((V,), F32)
-    s.set_position(1, 10)
-    for temperature in (0.0, 0.8):
-        s.set_params(temperature, 5, 120)
-        gemv.choose(dev, out, h, g, w, EPS, s, grid=3)
-        ids.append(s.state.download())
-    logits = out.download()
-    machine.finish()
-    return {"logits": Output(logits, 2.0**-21 * np.abs(logits.astype(np.float64))), "states": exact(np.array(ids))}
-
-
 def run_sample(machine: Machine, rng: np.random.Generator) -> Outputs:
     """State and ring after five choices: greedy with a tie, damaged, and three drawn at a temperature.
 
@@ -360,7 +338,8 @@ def all_cases() -> list[Case]:
     return [
         *(case for gemv in (GEMV_BF16, GEMV_FP8) for case in gemv_cases(gemv)),
         *(case for gemm in (GEMM_BF16, GEMM_FP8) for case in gemm_cases(gemm)),
-        *(make(HD) for make in (decode, prefill) for HD in (64, 128)),
+        *(decode(HD, T) for HD in (64, 128) for T in (1, 3)),
+        *(prefill(HD) for HD in (64, 128)),
         Case("embed_bf16", run_embed),
         Case("quantize_rows_bf16", run_quantize),
         Case("synthetic_bf16", run_synthetic_bf16),

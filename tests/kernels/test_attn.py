@@ -1,4 +1,4 @@
-"""attn_decode.cu and attn_prefill.cu against float64: head dims, group sizes, split edges, a long cache."""
+"""attn_decode.cu and attn_prefill.cu against float64: head dims, group sizes, split edges, tokens, a long cache."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kernel_reference import POISON, assert_close, attention, bf16_input
 from loaders.dtypes import bf16_to_f32
 from qwen_raw.device import BF16
 from qwen_raw.errors import QwenRawError
-from qwen_raw.kernels.attn_decode import MIN_SPLIT, Workspace, attn_decode
+from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode, choose_split
 from qwen_raw.kernels.attn_prefill import attn_prefill
 
 HEADS = [
@@ -22,29 +22,88 @@ HEADS = [
 REL = 8e-3  # P and the output are bf16
 
 
+# How a head's keys are split: blocks of one cluster, clusters of one block, and both. The last key counts are small,
+# so that a few hundred keys fill several clusters.
+SPLITS = [Split(0, 1, 8), Split(0, 5, 7), Split(1, 2, 8), Split(2, 1, 9), Split(3, 1, 10), Split(2, 3, 7)]
+LENGTHS = [1, 2, 15, 16, 17, MIN_SPLIT - 1, MIN_SPLIT, MIN_SPLIT + 1, 2 * MIN_SPLIT, 3 * MIN_SPLIT + 5]
+
+
 def decode_case(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, n: int, max_len: int) -> tuple[Any, ...]:
     """q and caches whose rows past n are NaN, and the reference output [H, HD] over keys 0 … n - 1."""
-    q, Q = bf16_input(rng, H, HD, scale=2.0)
+    q, k, v, want = tokens_case(rng, 1, H, KV, HD, n, max_len)
+    return q[0], k, v, want[0]
+
+
+def tokens_case(rng: np.random.Generator, T: int, H: int, KV: int, HD: int, n: int, max_len: int) -> tuple[Any, ...]:
+    """q [T, H, HD] and caches with n keys, those of the T tokens last; rows past n are NaN. Reference [T, H, HD]."""
+    q, Q = bf16_input(rng, T, H, HD, scale=2.0)
     (k, K), (v, V) = bf16_input(rng, KV, max_len, HD), bf16_input(rng, KV, max_len, HD)
     k[:, n:], v[:, n:] = 0x7FC0, 0x7FC0
-    want = np.stack([attention(Q[h], K[h // (H // KV), :n], V[h // (H // KV), :n]) for h in range(H)])
+    G, want = H // KV, np.empty((T, H, HD))
+    for t in range(T):
+        for h in range(H):
+            keys = n - T + t + 1
+            want[t, h] = attention(Q[t, h], K[h // G, :keys], V[h // G, :keys])
     return q, k, v, want
 
 
 @pytest.mark.parametrize(("H", "KV", "HD"), HEADS)
-@pytest.mark.parametrize("n", [1, 15, 16, MIN_SPLIT, MIN_SPLIT + 1, 3 * MIN_SPLIT - 1])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_decode(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, n: int, splits: int) -> None:
-    max_len = 3 * MIN_SPLIT
-    q, k, v, want = decode_case(dev, rng, H, KV, HD, n, max_len)
-    ws = Workspace.create(dev, H, KV, HD, max_len, splits)
-    ws.part.fill(POISON)
-    pos, out = dev.array(np.array([n - 1], np.int32)), dev.empty((H, HD), BF16)
-    qd, kd, vd = dev.array(q), dev.array(k), dev.array(v)
-    for _ in range(2):  # the second launch finds the counters where the first left them
+@pytest.mark.parametrize("split", SPLITS, ids=lambda s: f"{s.clusters}x{s.cluster}")
+def test_decode(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, split: Split) -> None:
+    """One workspace for all lengths: each launch finds it as the one before has left it."""
+    max_len = LENGTHS[-1]
+    ws = Workspace.create(dev, H, KV, HD, max_len, split=split)
+    out = dev.empty((H, HD), BF16)
+    for n in LENGTHS:
+        q, k, v, want = decode_case(dev, rng, H, KV, HD, n, max_len)
         out.fill(POISON)
-        attn_decode(dev, out, qd, kd, vd, pos, ws)
-        assert_close(bf16_to_f32(out.download()), want, rel=REL, what="out")
+        attn_decode(dev, out, *(dev.array(x) for x in (q, k, v)), dev.array(np.array([n - 1], np.int32)), ws)
+        assert_close(bf16_to_f32(out.download()), want, rel=REL, what=f"{n} keys")
+    assert (ws.part.download().view(np.uint32) == 0xFFFFFFFF).all(), "the workspace is armed again"
+    assert not ws.arrivals.download().any()
+
+
+@pytest.mark.parametrize(("H", "KV", "HD"), HEADS)
+@pytest.mark.parametrize("split", SPLITS[3:], ids=lambda s: f"{s.clusters}x{s.cluster}")
+@pytest.mark.parametrize("T", [2, 5, 8])
+def test_decode_some_tokens(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, split: Split, T: int) -> None:
+    """Each token sees the keys up to its own."""
+    max_len = LENGTHS[-1]
+    ws = Workspace.create(dev, H, KV, HD, max_len, T=T, split=split)
+    out = dev.empty((T, H, HD), BF16)
+    for n in (T, T + 9, MIN_SPLIT + T - 1, 2 * MIN_SPLIT + 1, max_len):
+        q, k, v, want = tokens_case(rng, T, H, KV, HD, n, max_len)
+        out.fill(POISON)
+        attn_decode(dev, out, *(dev.array(x) for x in (q, k, v)), dev.array(np.array([n - T], np.int32)), ws)
+        assert_close(bf16_to_f32(out.download()), want, rel=REL, what=f"{n} keys")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "KV"), [(28, 4), (64, 8), (16, 2), (8, 1)])
+def test_decode_lengths_on_a_gpu(cuda_device: Any, rng: np.random.Generator, H: int, KV: int) -> None:
+    """Every length up to 300, a few long ones, the launcher's own split, dependent launches."""
+    dev, HD, longest = cuda_device, 128, 32768
+    q, k, v, _ = tokens_case(rng, 1, H, KV, HD, 1, longest)
+    k, v = bf16_input(rng, KV, longest, HD)[0], bf16_input(rng, KV, longest, HD)[0]
+    K, V, Q = (bf16_to_f32(x).astype(np.float64) for x in (k, v, q[0]))
+    ws, out = Workspace.create(dev, H, KV, HD, longest), dev.empty((H, HD), BF16)
+    qd, kd, vd = dev.array(q[0]), dev.array(k), dev.array(v)
+    for n in (*range(1, 301), 1023, 2049, 4096, 4097, 9999, longest):
+        want = np.stack([attention(Q[h], K[h * KV // H, :n], V[h * KV // H, :n]) for h in range(H)])
+        out.fill(POISON)
+        attn_decode(dev, out, qd, kd, vd, dev.array(np.array([n - 1], np.int32)), ws, pdl=True)
+        assert_close(bf16_to_f32(out.download()), want, rel=REL, what=f"{n} keys")
+
+
+def test_the_split_fills_the_device(dev: Any) -> None:
+    """One rule for every number of heads: no cluster larger than the device holds, no split where keys are few."""
+    for KV in (1, 2, 4, 8):
+        s = choose_split(dev, 8, 128, KV, 32768)
+        assert KV * s.grid_x <= dev.sm_count or s.grid_x == 1
+        assert s.log_cluster == 0 or s.clusters <= dev.resident_clusters(
+            dev.kernel("attn_decode", "attn_decode_bf16_hd128_n1"), 256, 40_000, s.cluster
+        )
+    assert choose_split(dev, 8, 128, 1, MIN_SPLIT).grid_x == 1
 
 
 def test_decode_peaked_scores(dev: Any, rng: np.random.Generator) -> None:
@@ -54,7 +113,7 @@ def test_decode_peaked_scores(dev: Any, rng: np.random.Generator) -> None:
     q = (q & 0x807F) | 0x4200  # magnitudes of 32 to 64, signs kept
     K, V, Q = (bf16_to_f32(x).astype(np.float64) for x in (k, v, q))
     want = np.stack([attention(Q[h], K[0, :n], V[0, :n]) for h in range(H)])
-    out, ws = dev.empty((H, HD), BF16), Workspace.create(dev, H, KV, HD, 128, 2)
+    out, ws = dev.empty((H, HD), BF16), Workspace.create(dev, H, KV, HD, 128, split=Split(1, 1, 8))
     attn_decode(dev, out, dev.array(q), dev.array(k), dev.array(v), dev.array(np.array([n - 1], np.int32)), ws)
     assert_close(bf16_to_f32(out.download()), want, rel=REL, what="out")
 

@@ -1,0 +1,208 @@
+// attn_keys.cuh - one warp attends 8·NT query rows to 16 keys at a time on tensor cores, with the keys as the 16-row operand.
+//
+// A group of query heads is seldom larger than 8, so rows are the mma's N: half the products, and half the state, of a 16-row tile of
+// queries. Every load is a whole 16-byte pack that goes straight into fragments, without shared memory (g = lane/4, t = lane%4):
+//   Sᵀ = K·Qᵀ  a sum over dimensions may run in any order: thread t holds dimensions 32j + 8t … + 7 of K and Q, two k-steps a pack.
+//   Pᵀ         leaves Sᵀ's layout for that of an operand by movmatrix, as bf16.
+//   Oᵀ = Vᵀ·Pᵀ  the tile of 16 dimensions (j, e) has dimension 64j + 8g + 2e in its row g and the next one in row g + 8: a thread reads packs
+//         of eight neighbours of four keys, pairs them by key, and ends with dimensions 64j + 8g … + 7 of rows 2t and 2t + 1.
+// Scores and sums are fp32; P is rounded to bf16 for the second product, as everywhere in the field.
+#pragma once
+#include "vec.cuh"
+
+constexpr int ATTN_KEYS = 16;  // keys of one tile: the mma's M
+
+// Online softmax state of a warp's rows; a thread holds rows 8n + 2t and 8n + 2t + 1.
+template <int HD, int NT>
+struct AttnState {
+  float o[NT][HD / 16][4];  // unnormalised output: o[n][4j + e] = {dimension 64j + 8g + 2e of both rows, the next dimension of both}
+  float m[NT][2];           // running maximum of scores, in units of log2
+  float l[NT][2];           // this thread's share of the running sum of 2^(score - m)
+};
+template <int HD, int NT>
+DEVICE void attn_init(AttnState<HD, NT>& s) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+#pragma unroll
+    for (int i = 0; i < HD / 16; i++) s.o[n][i][0] = s.o[n][i][1] = s.o[n][i][2] = s.o[n][i][3] = 0.f;
+    s.m[n][0] = s.m[n][1] = NEG_INF;
+    s.l[n][0] = s.l[n][1] = 0.f;
+  }
+}
+
+// Row 8n + g of Q, or zero where there is none.
+template <int HD>
+DEVICE void attn_load_row(uint4 (&q)[HD / 32], const bf16* row) {
+#pragma unroll
+  for (int j = 0; j < HD / 32; j++) q[j] = row ? ld_global_v4(row + 32 * j + 8 * (threadIdx.x % 4)) : make_uint4(0, 0, 0, 0);
+}
+
+// K and V of 16 keys as they lie in memory.
+template <int HD>
+struct AttnTile {
+  uint4 k[2][HD / 32];  // key 8i + g, dimensions 32j + 8t …
+  uint4 v[HD / 64][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 64j + 8g …
+};
+// Keys k0 … k0 + 15 from `first` on; those past `last` are read as `last`. Registers of keys before `first` keep what they hold.
+// The common case, a whole tile, takes one address.
+template <int HD>
+DEVICE void attn_fetch_k(AttnTile<HD>& tile, const bf16* k, int k0, int first, int last) {
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  k += 8 * t;
+  if (k0 >= first && k0 + ATTN_KEYS - 1 <= last) {
+    k += int64_t(k0 + g) * HD;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < HD / 32; j++) tile.k[i][j] = ld_once_v4(k + 8 * i * HD + 32 * j);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int key = k0 + 8 * i + g;
+    const bf16* row = k + int64_t(min(key, last)) * HD;
+    if (key >= first)
+#pragma unroll
+      for (int j = 0; j < HD / 32; j++) tile.k[i][j] = ld_once_v4(row + 32 * j);
+  }
+}
+template <int HD>
+DEVICE void attn_fetch_v(AttnTile<HD>& tile, const bf16* v, int k0, int first, int last) {
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  v += 8 * g;
+  if (k0 >= first && k0 + ATTN_KEYS - 1 <= last) {
+    v += int64_t(k0 + 2 * t) * HD;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < HD / 64; j++) tile.v[j][i] = ld_once_v4(v + (8 * (i / 2) + i % 2) * HD + 64 * j);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int key = k0 + 8 * (i / 2) + 2 * t + i % 2;
+    const bf16* row = v + int64_t(min(key, last)) * HD;
+    if (key >= first)
+#pragma unroll
+      for (int j = 0; j < HD / 64; j++) tile.v[j][i] = ld_once_v4(row + 64 * j);
+  }
+}
+
+// s[n] = Sᵀ of the tile's keys g and g + 8 (elements 0, 1 and 2, 3) and rows 8n + 2t, 8n + 2t + 1.
+template <int HD, int NT>
+DEVICE void attn_scores(float (&s)[NT][4], const uint4 (&q)[NT][HD / 32], const AttnTile<HD>& tile) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    float odd[4] = {0.f, 0.f, 0.f, 0.f};  // two chains of dependent products instead of one
+    s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
+#pragma unroll
+    for (int j = 0; j < HD / 32; j++) {
+      const uint4 a = tile.k[0][j], b = tile.k[1][j];
+      const uint32_t lo[4] = {a.x, b.x, a.y, b.y}, hi[4] = {a.z, b.z, a.w, b.w};
+      const uint32_t qlo[2] = {q[n][j].x, q[n][j].y}, qhi[2] = {q[n][j].z, q[n][j].w};
+      mma_bf16_16816(s[n], lo, qlo);
+      mma_bf16_16816(odd, hi, qhi);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) s[n][c] += odd[c];
+  }
+}
+
+// Those of a tile that is not there.
+template <int NT>
+DEVICE void attn_no_scores(float (&s)[NT][4]) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = NEG_INF;
+}
+
+// Scores of keys that a row does not see: limit[n][c] is the first that is masked for row 8n + 2t + c.
+template <int NT>
+DEVICE void attn_mask(float (&s)[NT][4], int k0, const int (&limit)[NT][2]) {
+  const int g = threadIdx.x % WARP / 4;
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int c = 0; c < 4; c++)
+      if (k0 + 8 * (c / 2) + g >= limit[n][c % 2]) s[n][c] = NEG_INF;
+}
+
+// Softmax step over TILES tiles: scores become probabilities relative to the new maximum, the state is rescaled to it. In stages over all
+// rows, without a branch between them: what the rows wait for, shuffles and exponentials, overlaps.
+template <int HD, int NT, int TILES>
+DEVICE void attn_softmax(AttnState<HD, NT>& st, float (&s)[TILES][NT][4], float scale_log2, bool first_step) {
+  float m[NT][2], base[NT][2], sum[NT][2];
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      m[n][c] = fmaxf(s[0][n][c], s[0][n][2 + c]);
+#pragma unroll
+      for (int i = 1; i < TILES; i++) m[n][c] = fmaxf(m[n][c], fmaxf(s[i][n][c], s[i][n][2 + c]));
+    }
+#pragma unroll
+  for (int d = 4; d < WARP; d *= 2)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) m[n][c] = fmaxf(m[n][c], __shfl_xor_sync(FULL_MASK, m[n][c], d));
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      m[n][c] = fmaxf(st.m[n][c], m[n][c] * scale_log2);
+      base[n][c] = m[n][c] == NEG_INF ? 0.f : m[n][c];  // a row with no key yet: 2^(-inf - 0) = 0, never NaN
+      sum[n][c] = 0.f;
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          float& x = s[i][n][2 * r + c];
+          x = ex2_approx(fmaf(x, scale_log2, -base[n][c]));
+          sum[n][c] += x;
+        }
+    }
+  if (!first_step)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const float fix = ex2_approx(st.m[n][c] - base[n][c]);
+        sum[n][c] = fmaf(st.l[n][c], fix, sum[n][c]);
+#pragma unroll
+        for (int i = 0; i < HD / 16; i++) {
+          st.o[n][i][c] *= fix;
+          st.o[n][i][2 + c] *= fix;
+        }
+      }
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) st.m[n][c] = m[n][c], st.l[n][c] = sum[n][c];
+}
+
+// o += Vᵀ·Pᵀ for the tile's 16 keys.
+template <int HD, int NT>
+DEVICE void attn_values(AttnState<HD, NT>& st, const float (&s)[NT][4], const AttnTile<HD>& tile) {
+  uint32_t p[NT][2];
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) p[n][r] = movmatrix_trans(pack_bf16(s[n][2 * r], s[n][2 * r + 1]));
+#pragma unroll
+  for (int j = 0; j < HD / 64; j++) {
+    uint32_t w[4][4];  // [key][the pack's four words]
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i][0] = tile.v[j][i].x, w[i][1] = tile.v[j][i].y, w[i][2] = tile.v[j][i].z, w[i][3] = tile.v[j][i].w;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        a[2 * i] = __byte_perm(w[2 * i][e], w[2 * i + 1][e], 0x5410);      // the lower halves
+        a[2 * i + 1] = __byte_perm(w[2 * i][e], w[2 * i + 1][e], 0x7632);  // the upper ones
+      }
+#pragma unroll
+      for (int n = 0; n < NT; n++) mma_bf16_16816(st.o[n][4 * j + e], a, p[n]);
+    }
+  }
+}
