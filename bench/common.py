@@ -49,14 +49,24 @@ def command(main: Callable[[], int]) -> NoReturn:
 
 
 def time_ms(
-    devices: CudaDevice | Sequence[CudaDevice], work: Callable[[], None], *, repeats: int, warmup: int = 1
+    devices: CudaDevice | Sequence[CudaDevice],
+    work: Callable[[], None],
+    *,
+    repeats: int,
+    warmup: int = 1,
+    before: Callable[[], None] | None = None,
 ) -> Timing:
-    """Event time of `work`, each repeat on its own; what `work` queues is all that is timed. The slowest device's."""
+    """Event time of `work`, each repeat on its own; what `work` queues is all that is timed. The slowest device's.
+
+    `before`: queued ahead of each repeat, not timed.
+    """
     devs = devices if isinstance(devices, Sequence) else [devices]
     for _ in range(warmup):
         work()
     samples = []
     for _ in range(repeats):
+        if before is not None:
+            before()
         pairs = [(dev.event(), dev.event()) for dev in devs]
         for dev, (begin, _) in zip(devs, pairs, strict=True):
             begin.record(dev.stream)

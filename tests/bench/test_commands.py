@@ -33,7 +33,7 @@ def test_a_wrong_value_is_one_line(bench: str, words: str) -> None:
     assert done.stderr.startswith(f"bench: argument {words.split()[0]}: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("bench", ["allreduce", "decode", "gemv", "stages"])
+@pytest.mark.parametrize("bench", ["allreduce", "attn_decode", "decode", "gemv", "stages"])
 def test_a_gpu_that_is_not_there_is_one_line(bench: str) -> None:
     """CUDA_VISIBLE_DEVICES hides every GPU, on a machine that has some too."""
     done = subprocess.run(
