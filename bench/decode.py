@@ -76,7 +76,8 @@ def measure(
         moved = (runner.bytes_per_token + kv) / us * 1e6
         row: dict[str, Any] = {
             "model": model, "dtype": dtype, "tp": len(devices), "devices": [dev.ordinal for dev in devices],
-            "context": context, "tokens": tokens, "repeats": repeats, "tok_s": 1e6 / us, "spread": spread,
+            "layers": runner.config.L, "context": context, "tokens": tokens, "repeats": repeats,
+            "tok_s": 1e6 / us, "spread": spread,
             "gb_s": moved / 1e9, "of_read": moved / (ceiling * gpus), "read_gb_s": ceiling / 1e9, "load_s": load_s,
         }  # fmt: skip
         if without is not None:

@@ -1,18 +1,21 @@
 """How decode scales with GPUs: measured where there are GPUs, predicted beyond, beside Amdahl's bound and vLLM.
 
-    python -m bench.scaling [--model random:72b:fp8 …] [--tp 1 2] [--tokens 32] [--comm PATH]
+    python -m bench.scaling [--model random:72b:fp8 …] [--tp 1 2 4 8] [--tokens 32] [--reduce-us X]
 
 The model of a step's time is T(tp) = W / (B·tp) + s + 2·L·l: the weights W at an effective bandwidth B a GPU, what does
 not shrink (s: attention's latency, the ends of kernels, the choice of the id), and a latency l for each of the 2·L sums
-over ranks. Each degree gives two equations, the step and the step without its sums; B, s and l are their least
-squares. Where a model does not fit one GPU, s is that of another dtype of the same size.
+over ranks.
 
-Amdahl's bound is the speed-up if the sums cost nothing: only s stays. A degree that is too large for the machine, or
-for the model, is left out of the measurement.
+B and s come from one GPU: it takes the part of one rank of `tp`, whose step without the sums is measured at every
+degree at which that part fits. l comes from the steps that `bench.decode --tp N` measured on N GPUs, with and without
+the sums (bench/results/decode_tpN.json); without such a file it is `--reduce-us`, and the table says "assumed".
+
+Amdahl's bound is the speed-up if the sums cost nothing: only s stays.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,19 +23,29 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, open_gpus, save
-from bench.decode import open_runner, split_spec, step_us
+from bench.common import RESULTS, command, environment, open_gpus, save, time_ms
+from bench.decode import split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, positive
+from qwen_raw.device import BF16, Buffer, Device
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.driver.probe import probe
-from qwen_raw.errors import QwenRawError, UsageError
-from qwen_raw.model.decode import StepOptions
+from qwen_raw.errors import QwenRawError
+from qwen_raw.kernels.gemm import Gemm
+from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.linear import Linear
+from qwen_raw.kernels.sample import Sampler
+from qwen_raw.model.assembly import check_memory
+from qwen_raw.model.decode import level
+from qwen_raw.model.loading import CheckpointLike
+from qwen_raw.model.rank import Rank
+from qwen_raw.model.residual import Alone
 from qwen_raw.model.shard import Shard
-from qwen_raw.model.weights import weight_bytes
+from qwen_raw.model.state import DecodeBuffers, KVCache, PrefillBuffers, device_rope_table
+from qwen_raw.model.weights import load_weights
 
 DEFAULT = ["random:7b:bf16", "random:7b:fp8", "random:72b:fp8", "random:72b:bf16"]
 DEGREES = (1, 2, 4, 8)
+ASSUMED_US = 1.65  # 16 KB between two H200s, chained as dependent launches: what a prototype of path "lamport" took
 # tok/s of vLLM 0.25.1 at batch 1 on the same GPUs (H200), random weights, by (model, dtype) and degree; that at 8 GPUs
 # is a figure that others published.
 VLLM: dict[tuple[str, str], dict[int, float]] = {
@@ -45,11 +58,11 @@ VLLM: dict[tuple[str, str], dict[int, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured degree."""
+    """One degree, µs a step."""
 
     tp: int
-    us: float
     us_without_reduce: float
+    us: float | None = None  # with the sums over ranks, where that many GPUs were measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,7 @@ class Fit:
     serial_us: float
     reduce_us: float
     reduces: int
-    serial_from: str | None = None  # the dtype that serial_us was taken from
+    reduce_from: str = "measured"  # or "assumed"
 
     def us(self, tp: int) -> float:
         """A step's time."""
@@ -71,106 +84,157 @@ class Fit:
         return self.weight_us / tp + self.serial_us
 
 
-def fit(points: Sequence[Point], layers: int, serial: tuple[str, float] | None = None) -> Fit:
-    """Least squares over all points, in relative error. `serial`: (dtype, µs) of s, where one degree alone is known."""
-    rows, times = [], []
-    for p in points:
-        for us, reduces in ((p.us_without_reduce, 0), (p.us, 2 * layers if p.tp > 1 else 0)):
-            rows.append([1 / p.tp, 1.0, reduces])
-            times.append(us)
-    a, t = np.array(rows), np.array(times)
-    if len({p.tp for p in points}) == 1:
-        if serial is None:
-            raise QwenRawError("one degree alone says nothing of what does not shrink: measure another too")
-        t, a = t - serial[1], a[:, [0, 2]]
-    used = a.any(axis=0)
-    solution = np.zeros(a.shape[1])
-    solution[used] = np.linalg.lstsq(a[:, used] / t[:, None], np.ones(len(t)), rcond=None)[0]
-    if a.shape[1] == 2:
-        assert serial is not None
-        return Fit(float(solution[0]), serial[1], float(solution[1]), 2 * layers, serial[0])
-    return Fit(float(solution[0]), float(solution[1]), float(solution[2]), 2 * layers)
+def fit(points: Sequence[Point], layers: int, assumed_us: float) -> Fit:
+    """Least squares in relative error. Raises QwenRawError for a single degree: it does not say what stays."""
+    if len({p.tp for p in points}) < 2:
+        raise QwenRawError("one degree alone says nothing of what does not shrink: measure another too")
+    times = np.array([p.us_without_reduce for p in points])
+    shape = np.array([[1 / p.tp, 1.0] for p in points])
+    weight, serial = np.linalg.lstsq(shape / times[:, None], np.ones(len(times)), rcond=None)[0]
+    sums = [(p.us - p.us_without_reduce) / (2 * layers) for p in points if p.us is not None and p.tp > 1]
+    if sums:
+        return Fit(float(weight), float(serial), float(np.mean(sums)), 2 * layers)
+    return Fit(float(weight), float(serial), assumed_us, 2 * layers, "assumed")
 
 
-def measure(spec: str, tp: int, tokens: int, repeats: int, comm: str) -> Point | None:
-    """One degree, on GPUs 0, 1, …; None where the model does not fit."""
-    with open_gpus(tp, None) as devices:
-        if not fits(devices, spec):
-            return None
-        runner = open_runner(devices, spec, 2 * tokens + 64, comm)
-        us, _ = step_us(devices, runner, 0, tokens, repeats, None)
-        alone = us
-        if tp > 1:
-            step = runner.capture_step(StepOptions(skip=frozenset({"reduce"})))
-            alone, _ = step_us(devices, runner, 0, tokens, repeats, step)
-            step.close()
-        runner.close()
-        return Point(tp, us, alone)
+@dataclass(frozen=True, slots=True)
+class Unsummed:
+    """A `Residual` for a rank without its peers: it makes its shares, and nobody sums them."""
+
+    device: Device
+    share: Buffer  # bf16 [D]
+    capturable = True
+
+    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
+        """As under tensor parallelism."""
+        gemv.store(self.device, self.share, x, w, pdl=pdl)
+
+    def products(self, gemm: Gemm, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+        """As under tensor parallelism."""
+        gemm.store(self.device, spare, a, w)
+
+    def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
+        """Left out."""
+
+    def fault(self) -> str | None:
+        """There is nobody to wait for."""
+        return None
 
 
-def fits(devices: Sequence[CudaDevice], spec: str) -> bool:
-    """Whether a rank's weights leave a GPU some room."""
+def lone_rank(device: Device, checkpoint: CheckpointLike, tp: int, *, fp8: bool, length: int) -> Rank:
+    """Rank 0 of `tp`, alone: it chooses among its own rows of the LM head. Raises QwenRawError if it does not fit."""
+    shard = Shard(checkpoint.config, 0, tp)
+    check_memory([device], [shard], fp8=fp8, max_len=length)
+    residual = Alone(device) if tp == 1 else Unsummed(device, device.empty((shard.whole.D,), BF16))
+    sampler = Sampler.create(device, shard.local.V)
+    sampler.set_params(0.0, 0, shard.local.V)
+    return Rank(
+        device,
+        shard,
+        load_weights(device, checkpoint, shard, fp8=fp8),
+        KVCache.create(device, shard.local, length),
+        device_rope_table(device, shard.local, length),
+        DecodeBuffers.create(device, shard.local, length, sampler),
+        PrefillBuffers.create(device, shard.local, length),
+        residual,
+    )
+
+
+def step_without_sums_us(device: CudaDevice, spec: str, tp: int, tokens: int, repeats: int) -> float:
+    """Median µs of a lone rank's step."""
     model, dtype = split_spec(spec)
-    shard = Shard(open_model(model, dtype).config, 0, len(devices))
-    return weight_bytes(shard, dtype == "fp8") < 0.97 * devices[0].memory_info()[0]
+    rank = lone_rank(device, open_model(model, dtype), tp, fp8=dtype == "fp8", length=tokens + 64)
+    sampler = rank.decode.sampler
+    sampler.set_position(0, 0)
+    level([rank.step()])
+    graph = rank.capture()
+
+    def replay() -> None:
+        sampler.set_position(0, 0)
+        for _ in range(tokens):
+            graph.launch()
+
+    timing = time_ms(device, replay, repeats=repeats)
+    graph.close()
+    return timing.median * 1e3 / tokens
 
 
-def report(spec: str, found: Fit, points: Sequence[Point], legal: Sequence[int]) -> list[dict[str, Any]]:
+def measured(folder: Path, model: str, dtype: str) -> dict[int, dict[str, Any]]:
+    """Rows of bench.decode on several GPUs, at context 0, by degree."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted(folder.glob("decode_tp*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            shared = len(set(row["devices"])) < row["tp"]
+            if (row["model"], row["dtype"], row["context"]) == (model, dtype, 0) and row["tp"] > 1 and not shared:
+                found[row["tp"]] = row
+    return found
+
+
+def points_of(
+    device: CudaDevice, spec: str, degrees: Sequence[int], rows: dict[int, dict[str, Any]], tokens: int, repeats: int
+) -> list[Point]:
+    """A point for each degree that fits."""
+    points = []
+    for tp in degrees:
+        try:
+            us = step_without_sums_us(device, spec, tp, tokens, repeats)
+        except QwenRawError as error:
+            print(f"# {spec}, one rank of {tp}: {error}")
+            continue
+        cost = (rows[tp]["reduce_us"] * 2 * rows[tp]["layers"]) if tp in rows else None
+        points.append(Point(tp, us, None if cost is None else us + cost))
+    return points
+
+
+def report(
+    spec: str, found: Fit, points: Sequence[Point], rows: dict[int, dict[str, Any]], legal: Sequence[int]
+) -> list[dict[str, Any]]:
     """Print the table of one model; its rows."""
     model, dtype = split_spec(spec)
-    measured, vllm = {p.tp: p for p in points}, VLLM.get((model, dtype), {})
-    taken = f" (as {found.serial_from})" if found.serial_from else ""
+    alone, vllm = {p.tp: 1e6 / p.us_without_reduce for p in points}, VLLM.get((model, dtype), {})
     print(
-        f"\n{model} {dtype}: T(tp) = {found.weight_us:.0f} µs / tp + {found.serial_us:.0f} µs{taken} + "
-        f"{found.reduces} × {found.reduce_us:.3f} µs"
+        f"\n{model} {dtype}: T(tp) = {found.weight_us:.0f} µs / tp + {found.serial_us:.0f} µs + "
+        f"{found.reduces} × {found.reduce_us:.2f} µs ({found.reduce_from})"
     )
-    print(f"{'tp':>4} {'tok/s':>8} {'measured':>9} {'speed-up':>9} {'Amdahl':>8} {'linear':>7} {'vLLM':>7}")
-    rows, base = [], found.us(1)
+    print(f"{'tp':>4} {'tok/s':>8} {'speed-up':>9} {'Amdahl':>7} {'no sums':>8} {'measured':>9} {'vLLM':>6}")
+    table, base = [], found.us(1)
     for tp in legal:
-        rate, here = 1e6 / found.us(tp), measured.get(tp)
+        here = rows[tp]["tok_s"] if tp in rows else None
         row: dict[str, Any] = {
-            "model": model, "dtype": dtype, "tp": tp, "tok_s": rate, "measured_tok_s": 1e6 / here.us if here else None,
-            "speed_up": base / found.us(tp), "amdahl": base / found.without_sums(tp), "vllm_tok_s": vllm.get(tp),
-            **asdict(found),
+            "model": model, "dtype": dtype, "tp": tp, "tok_s": 1e6 / found.us(tp), "speed_up": base / found.us(tp),
+            "amdahl": base / found.without_sums(tp), "lone_rank_tok_s": alone.get(tp), "measured_tok_s": here,
+            "vllm_tok_s": vllm.get(tp), **asdict(found),
         }  # fmt: skip
-        rows.append(row)
+        table.append(row)
+        cells = [f"{x:.1f}" if x is not None else "" for x in (alone.get(tp), here, vllm.get(tp))]
         print(
-            f"{tp:4} {rate:8.1f} {f'{1e6 / here.us:.1f}' if here else '':>9} {row['speed_up']:9.2f} "
-            f"{row['amdahl']:8.2f} {tp:7} {vllm.get(tp, ''):>7}"
+            f"{tp:4} {row['tok_s']:8.1f} {row['speed_up']:9.2f} {row['amdahl']:7.2f} {cells[0]:>8} {cells[1]:>9} "
+            f"{cells[2]:>6}",
+            flush=True,
         )
-    return rows
+    return table
 
 
 def main() -> int:
     parser = Parser("python -m bench.scaling", description="tok/s against GPUs: measured, fitted, predicted")
     parser.add_argument("--model", action="append", metavar="SPEC[:DTYPE]", help=f"default {' '.join(DEFAULT)}")
-    parser.add_argument("--tp", nargs="+", type=positive, default=DEGREES, help="degrees to measure if they fit")
+    parser.add_argument("--tp", nargs="+", type=positive, default=DEGREES, help="degrees of the lone rank")
     parser.add_argument("--tokens", type=positive, default=32)
     parser.add_argument("--repeats", type=positive, default=3)
-    parser.add_argument("--comm", default="auto", help="path of the sums over ranks: auto, lamport, flag, twoshot")
+    parser.add_argument("--reduce-us", type=float, default=ASSUMED_US, help="of a sum, where none was measured")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)
     a = parser.parse_args()
-    machine = probe()
-    if not machine.gpus:
-        raise UsageError(str(machine.problem))
-    rows: list[dict[str, Any]] = []
-    serial: dict[str, tuple[str, float]] = {}  # by size
-    for spec in a.model or DEFAULT:
-        model, dtype = split_spec(spec)
-        config = open_model(model, dtype).config
-        legal = config.legal_tp(16 if dtype == "fp8" else 8)
-        degrees = [tp for tp in a.tp if tp in legal and tp <= len(machine.gpus)]
-        points = [p for tp in degrees if (p := measure(spec, tp, a.tokens, a.repeats, a.comm)) is not None]
-        if not points:
-            print(f"\n{model} {dtype}: no degree of {a.tp} can be measured here")
-            continue
-        found = fit(points, config.L, serial.get(model))
-        if found.serial_from is None:
-            serial[model] = (dtype, found.serial_us)
-        rows += report(spec, found, points, [tp for tp in DEGREES if tp in legal])
+    table: list[dict[str, Any]] = []
     with open_gpus(1, None) as devices:
-        save("scaling", environment(devices[0], a.commit), rows, a.output)
+        for spec in a.model or DEFAULT:
+            model, dtype = split_spec(spec)
+            config = open_model(model, dtype).config
+            legal = [tp for tp in DEGREES if tp in config.legal_tp(16 if dtype == "fp8" else 8)]
+            rows = measured(RESULTS, model, dtype)
+            points = points_of(devices[0], spec, [tp for tp in a.tp if tp in legal], rows, a.tokens, a.repeats)
+            table += report(spec, fit(points, config.L, a.reduce_us), points, rows, legal)
+        save("scaling", environment(devices[0], a.commit), table, a.output)
     return 0
 
 

@@ -5,6 +5,7 @@
 // gemv_swiglu_bf16  act[I] = silu(Wg·n)·(Wu·n),  n = RMSNorm(h)[K]       gate and up
 // gemv_qkv_bf16     q, k, v = RoPE(Wqkv·n + b); k, v → cache             Q, K, V
 // gemv_logits_bf16  logits[V] = W[V,K]·n                                 LM head
+// gemv_choose_bf16  the same, and the next id chosen from them (sample.cu)  LM head of a rank that holds all rows
 // In variants by C, the packs of a row that a thread holds: add and store _c1, _c2, _c4, _c8; the others, which hold x in fp32, _c1 and _c2.
 // R rows are in flight, C·R = 8 packs a thread. minimum arch: sm_80
 #include "include/gemv.cuh"
@@ -67,6 +68,20 @@ GEMV_ADD(8, 1, 512, 1)
                                                          int V, int K, float eps) {                                                           \
     DYN_SHARED(float, shared);                                                                                                                \
     gemv_logits<Fma<WeightBf16, C, R, true>>(logits, h, g, w, V, K, eps, shared);                                                             \
+  }                                                                                                                                           \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_choose_bf16_c##C(float* logits,              /* [V] */                                                \
+                                                         const float* h,             /* [K] */                                                \
+                                                         const bf16* g,              /* [K] */                                                \
+                                                         const bf16* w,              /* [V, K] */                                             \
+                                                         int V, int K, float eps,                                                             \
+                                                         DecodeState* state,         /* [1] */                                                \
+                                                         const SampleParams* params, /* [1] */                                                \
+                                                         uint64_t* best,             /* [grid, 2] scratch: rank, hash */                      \
+                                                         uint32_t* counter,          /* [1] */                                                \
+                                                         uint64_t* ring,             /* [slots, 2] host memory */                             \
+                                                         int slots) {                                                                         \
+    DYN_SHARED(float, shared);                                                                                                                \
+    gemv_choose<Fma<WeightBf16, C, R, true>>(logits, h, g, w, V, K, eps, state, params, best, counter, ring, slots, shared);                  \
   }
 GEMV_NORMED(1, 8, 512, NORMED_C1_BLOCKS)
 GEMV_NORMED(2, 4, 512, 1)

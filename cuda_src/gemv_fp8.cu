@@ -14,11 +14,11 @@
 // Where the compiler would spill: below sm_89 the conversion in software takes the registers of a second row in flight; for sm_100 to
 // sm_119 NVRTC 12.9 needs more than half of the registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr int ADD_C4_ROWS = 1, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
+constexpr int ADD_C2_ROWS = 2, ADD_C4_ROWS = 1, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr int ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 1, QKV_C1_BLOCKS = 1;
+constexpr int ADD_C2_ROWS = 4, ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 1, QKV_C1_BLOCKS = 1;
 #else
-constexpr int ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
+constexpr int ADD_C2_ROWS = 4, ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
 #endif
 
 #define GEMV_ADD(C, R, THREADS, BLOCKS)                                                      \
@@ -39,7 +39,7 @@ constexpr int ADD_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
     gemv_store<Fma<WeightE4m3, C, R, false>>(y, x, w, scale, N, K, shared);                  \
   }
 GEMV_ADD(1, 8, 256, 2)
-GEMV_ADD(2, 4, 512, 1)
+GEMV_ADD(2, ADD_C2_ROWS, 640, 1)
 GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
 
 #define GEMV_NORMED(C, R, THREADS, SWIGLU_BLOCKS, QKV_BLOCKS)                                                                               \

@@ -17,6 +17,7 @@
 // bytes moved: N·K·sizeof(weight) once from HBM; x (2K or 4K bytes) once per block from L2.
 // PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3): rows are whole 16-byte packs.  PRECOND  W, x 16-byte aligned.
 #pragma once
+#include "choose.cuh"
 #include "gemv_sums.cuh"
 
 // Plain x, residual add: h[n] += scale[n]·(W·x)[n]. O-projection and down-projection.
@@ -136,4 +137,33 @@ DEVICE void gemv_logits(float* logits, const float* h, const bf16* g, const type
   engine.multiply(sums, at, K, ss);
   const float inv = sums.inverse_rms(K, eps);
   for (int j = threadIdx.x; j < rows.count; j += blockDim.x) logits[rows.begin + j] = sums.total(j) * inv;
+}
+
+// RMSNorm, then the LM head, then the choice among its rows (choose.cuh): what gemv_logits and sample_f32 do, in one launch.
+template <class Engine>
+DEVICE void gemv_choose(float* logits, const float* h, const bf16* g, const typename Engine::W::type* w, int V, int K, float eps,
+                        DecodeState* state, const SampleParams* params, uint64_t* best, uint32_t* counter, uint64_t* ring, int slots, float* shared) {
+  griddep_launch();
+  const Share rows = block_share(V);
+  const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
+  const Sums sums{shared, rows.count};
+  SHARED(ChoiceShared, sh);
+  Engine engine;
+  engine.request(at, rows.count, K);
+  engine.norm_weight(g, K);
+  griddep_wait();
+  const SampleParams p = *params;
+  const uint32_t position = uint32_t(state->pos) + 1;
+  const float ss = engine.normed(h, K);
+  engine.multiply(sums, at, K, ss);
+  const float inv = sums.inverse_rms(K, eps);
+  uint64_t rank = 0;
+  uint32_t hash = 0;
+  for (int j = threadIdx.x; j < rows.count; j += blockDim.x) {
+    const float x = sums.total(j) * inv;
+    const int v = rows.begin + j;
+    logits[v] = x;
+    if (v < p.text_vocab) consider(rank, hash, x, uint32_t(v), p, position);
+  }
+  if (best_of_grid(rank, hash, best, counter, sh) && threadIdx.x == 0) commit(state, ring, slots, rank, hash);
 }

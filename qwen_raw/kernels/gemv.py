@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qwen_raw.device import BF16, F32, I32, Arg, Buffer, Device
+from qwen_raw.device import BF16, F32, I32, Arg, Buffer, Device, Kernel
 from qwen_raw.errors import QwenRawError, require
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
+from qwen_raw.kernels.sample import SLOTS, Sampler, sample
 
 WARP = 32
 
@@ -42,9 +43,10 @@ class Gemv:
     blocks_per_sm: int  # at most; docs/decode.md says why two, filling the registers
     swiglu_blocks_per_sm: int  # the same for gate and up
 
-    def _launch(
-        self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, args: list[Arg], pdl: bool, grid: int | None
-    ) -> None:
+    def _geometry(
+        self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, grid: int | None
+    ) -> tuple[Kernel, int, int, int]:
+        """The kernel of a product, its blocks, threads and bytes of shared memory."""
         C, threads = self.variants.choose(op, K)
         kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
         blocks = smem = resident = 0
@@ -62,6 +64,12 @@ class Gemv:
             smem = _shared_bytes(units, blocks, rows_per_unit, threads)
             resident = dev.resident_blocks(kernel, threads, smem)
         require(resident > 0, f"gemv_{op}: {units} units in {blocks} blocks need {smem} bytes of shared memory each")
+        return kernel, blocks, threads, smem
+
+    def _launch(
+        self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, args: list[Arg], pdl: bool, grid: int | None
+    ) -> None:
+        kernel, blocks, threads, smem = self._geometry(dev, op, units, rows_per_unit, K, grid)
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
     def _weights(self, *linears: Linear) -> list[Arg]:
@@ -167,6 +175,36 @@ class Gemv:
         check_buffer(g, (w.K,), BF16, "g")
         args = [out, h, g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
         self._launch(dev, "logits", w.N, 1, w.K, args, pdl, grid)
+
+    def choose(
+        self,
+        dev: Device,
+        out: Buffer,
+        h: Buffer,
+        g: Buffer,
+        w: Linear,
+        eps: float,
+        s: Sampler,
+        *,
+        pdl: bool = False,
+        grid: int | None = None,
+    ) -> None:
+        """`logits`, and in the same launch what `sample` does with them. For a sampler that holds all rows.
+
+        Where the scratch of `s` is too small for this many blocks (few multiprocessors, many rows) it is two launches.
+        """
+        require(s.meeting is None and len(s.rows) == w.N, f"the sampler holds {s.rows}, the LM head {w.N} rows")
+        kernel, blocks, threads, smem = self._geometry(dev, "choose", w.N, 1, w.K, grid)
+        if blocks > s.best.shape[0]:
+            self.logits(dev, out, h, g, w, eps, pdl=pdl, grid=grid)
+            sample(dev, out, s, pdl=pdl)
+            return
+        check_buffer(out, (w.N,), F32, "logits")
+        check_buffer(h, (w.K,), F32, "h")
+        check_buffer(g, (w.K,), BF16, "g")
+        args = [out, h, g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
+        args += [s.state, s.params, s.best, s.counter, s.ring.buffer, np.int32(SLOTS)]
+        dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
 
 def _shared_bytes(units: int, blocks: int, rows_per_unit: int, threads: int) -> int:

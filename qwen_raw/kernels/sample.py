@@ -35,7 +35,7 @@ class Sampler:
 
     state: Buffer  # i32 [4]: token, its position, ids chosen so far, unused
     params: Buffer  # u32 [4]: bits of temperature, seed low, seed high, text_vocab
-    best: Buffer  # u64 [blocks, 2]
+    best: Buffer  # u64 [blocks or more, 2]
     counter: Buffer  # u32 [1], zero between launches
     ring: HostRing  # u64 [2·SLOTS]
     vocab: int  # V: rows of the whole LM head
@@ -51,7 +51,7 @@ class Sampler:
         return Sampler(
             dev.zeros((4,), I32),
             dev.zeros((4,), U32),
-            dev.empty((n, 2), U64),
+            dev.empty((max(n, 2 * dev.sm_count), 2), U64),  # an LM head that chooses has two blocks a multiprocessor
             dev.zeros((1,), U32),
             dev.host_ring(2 * SLOTS),
             V,
@@ -108,17 +108,18 @@ class Sampler:
         self.state.view((2,)).upload(np.array([token, pos], np.int32))
 
 
-def sample(dev: Device, logits: Buffer, s: Sampler, *, pdl: bool = False) -> None:
+def sample(dev: Device, logits: Buffer, s: Sampler, *, threads: int = 256, pdl: bool = False) -> None:
     """Choose from logits f32 [rows] the id at position state.pos + 1; advance the state; post {id, hash} to the ring.
 
     With a meeting, every rank launches this and all end in the same state: the hash too is of the whole row of logits.
     """
     check_buffer(logits, (len(s.rows),), F32, "logits")
-    require(s.best.shape == (s.blocks, 2), f"scratch is {s.best.shape}, expected {(s.blocks, 2)}")
+    require(threads in (32, 64, 128, 256), f"blocks of {threads} threads: 32, 64, 128 or 256")
+    require(s.best.shape[0] >= s.blocks, f"scratch is {s.best.shape}, expected {(s.blocks, 2)}")
     args: list[Arg] = [s.state, logits, s.params, s.best, s.counter, s.ring.buffer, np.int32(SLOTS)]
     kernel = dev.kernel(STEM, "sample_f32" if s.meeting is None else "sample_ranks_f32")
     if s.meeting is not None:
         m = s.meeting
         args += [np.int32(s.rows.start), np.int32(len(s.rows)), m.peers, np.int32(m.rank), np.int32(m.world)]
         args.append(m.limit.struct())
-    dev.launch(kernel, (s.blocks, 1, 1), (256, 1, 1), args, pdl=pdl)
+    dev.launch(kernel, (s.blocks, 1, 1), (threads, 1, 1), args, pdl=pdl)

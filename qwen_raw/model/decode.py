@@ -5,7 +5,8 @@ captured once and replayed. Five launches a layer:
 
     norm + QKV + bias + RoPE + KV append · attention · O + residual · norm + gate/up + SwiGLU · down + residual
 
-and around them the embedding, norm + LM head, and the choice of the id. Under tensor parallelism O and down end in a
+and around them the embedding, and norm + LM head with the choice of the id, in one launch where a rank holds all rows.
+Under tensor parallelism O and down end in a
 sum over ranks (qwen_raw/model/residual.py).
 
 A step is a generator: it yields after every such sum, so that one thread can keep the ranks level (`level`).
@@ -38,6 +39,7 @@ class StepOptions:
 
     skip: frozenset[str] = frozenset()  # stages left out: what a step costs without one is what that one costs
     blocks_per_sm: int | None = None  # of the matrix-vector products; None: the launchers' choice
+    fuse_choice: bool = True  # one rank: the LM head chooses the id in its own launch
     pdl: bool = True  # dependent launches: blocks start while the previous kernel drains and wait inside (griddep_wait)
 
     def __post_init__(self) -> None:
@@ -118,6 +120,9 @@ def decode_step(
         embed(dev, b.h.view((1, c.D)), w.embed, b.sampler.token)
     for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
         yield from decode_layer(dev, c, layer, k, v, rope, b, gemv, residual, options)
+    if options.fuse_choice and b.sampler.meeting is None and not {"head", "sample"} & options.skip:
+        head.choose(dev, b.logits, b.h, w.norm, w.head, c.rms_eps, b.sampler, pdl=options.pdl)
+        return
     if "head" not in options.skip:
         lm_head(dev, c, w, b.h, b.logits, head=head, pdl=options.pdl)
     if "sample" not in options.skip:

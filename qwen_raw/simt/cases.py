@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import numpy as np
 from loaders.dtypes import bf16_to_f32, f32_to_bf16
 from qwen_raw.device import BF16, F32, Buffer
 from qwen_raw.errors import QwenRawError
+from qwen_raw.generation.runner import logits_hash
+from qwen_raw.generation.sampling import choose
 from qwen_raw.kernels.allreduce_flag import FlagWorkspace, allreduce_flag
 from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lamport
 from qwen_raw.kernels.allreduce_norm import allreduce_norm
@@ -24,6 +27,7 @@ from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decod
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemv_bf16 import GEMV
 from qwen_raw.kernels.linear import Linear
+from qwen_raw.kernels.sample import Sampler, sample
 from qwen_raw.kernels.signal import SignalEnds, signal_put, signal_take
 from qwen_raw.simt.device import SimDevice
 from qwen_raw.simt.world import SimWorld
@@ -33,6 +37,7 @@ SIZES = (2, 9, 1, 3, 2)  # packs of the calls: a short one follows a long one, t
 REPLAYED = (2, 2, 2)  # packs of the calls in the graph
 REPLAYS = 2
 HANDOVERS = 7
+CHOICES, VOCAB, TEXT = 4, 70, 61  # of sample_ranks; rows from TEXT on are padding
 GUARD, POISON = 8, 0xEE  # elements between outputs, and what every byte is before
 # Words that a careless protocol would take for its sentinel, and ones that are nearly it.
 TRAPS = (0x80000000, 0x80010000, 0x00008000, 0x80008000, 0x80000001, 0x8000007F, 0x00000000)
@@ -286,6 +291,33 @@ def _signal(world: SimWorld, rng: np.random.Generator) -> None:
             handed += count
 
 
+def _sample_ranks(world: SimWorld, rng: np.random.Generator) -> None:
+    """Choices in a row, some drawn; each rank holds some rows, one of them perhaps none that has text."""
+    devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
+    ends = [0, *sorted(int(x) for x in rng.integers(1, VOCAB, world.ranks - 1)), VOCAB]
+    samplers = Sampler.create_ranks(devices, [range(*pair) for pair in pairwise(ends)], limit_ns=0, blocks=2)
+    temperature, seed, pdl = float(rng.choice((0.0, 0.8))), int(rng.integers(1 << 63)), bool(rng.integers(2))
+    logits = rng.standard_normal((CHOICES, VOCAB)).astype(np.float32)
+    rows = []
+    for device, s in zip(devices, samplers, strict=True):
+        s.set_params(temperature, seed, TEXT)
+        s.set_position(1, 9)
+        rows.append([device.array(row[s.rows.start : s.rows.stop]) for row in logits])
+
+    def queue(rank: int) -> None:
+        for row in rows[rank]:
+            sample(devices[rank], row, samplers[rank], threads=32, pdl=pdl)
+
+    _start(world, rng, queue)
+    for number, row in enumerate(logits):
+        best = choose(row, position=10 + number, temperature=temperature, seed=seed, text_vocab=TEXT)
+        want = (logits_hash(row[:TEXT]) << 32 | best, number + 1)
+        for rank, s in enumerate(samplers):
+            got = tuple(int(word) for word in s.ring.words[2 * number : 2 * number + 2])
+            if got != want:
+                raise Mismatch(f"rank {rank}, choice {number}: {got[0]:#x}, expected {want[0]:#x}", rank, number)
+
+
 # One device's work: what it queues, and its launches that have a result.
 Work = Callable[[SimDevice, np.random.Generator], Outputs]
 
@@ -370,6 +402,7 @@ CASES = {
             "reduce-scatter, all-gather",
         ),
         Case("allreduce_norm", _allreduce_norm, 2, "push, residual, RMSNorm over several blocks"),
+        Case("sample_ranks", _sample_ranks, 2, "candidates meet, every word carries its step"),
         Case("signal", _signal, 2, "put with signal, three slots"),
         Case("attn_decode", _alone(_attn_decode, range(3)), 1, "blocks push to their cluster, the last cluster merges"),
         Case("chain", _alone(_chain, range(4, 15, 5)), 1, "dependent launches of embed and gemv_bf16"),

@@ -259,15 +259,24 @@ VARIANTS = {
             least_ranks=1,
         ),
         Variant(
+            "one_tag",
+            "sample_ranks",
+            "sample",
+            "one tag of four is looked at: the other words of the pack may still be those of the step before the last",
+            edits=(
+                ("v.x >> 24 == tag && v.y >> 24 == tag && v.z >> 24 == tag && v.w >> 24 == tag", "v.x >> 24 == tag"),
+            ),
+        ),
+        Variant(
             "two_slots",
             "signal",
             "signal",
             "two slots and no credit: the producer overwrites what has not been taken",
             edits=(
-                ("constexpr int SLOTS = 3;", "constexpr int SLOTS = 2;"),
+                ("int64_t(k % count)", "int64_t(k % 2u)"),
+                ("(credit) + count - k)", "(credit) + 2u - k)"),
                 (
-                    "    while (int32_t(ld_acquire_sys_u32(credit) + SLOTS - k) < 0) "
-                    "watch_poll(watch, rank, peer, k);\n",
+                    "    while (int32_t(ld_acquire_sys_u32(credit) + 2u - k) < 0) watch_poll(watch, rank, peer, k);\n",
                     "    watch.polls = 0;\n",
                 ),
             ),

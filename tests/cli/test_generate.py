@@ -212,3 +212,12 @@ def test_ranks_generate_what_one_does(cli: Callable[..., Any]) -> None:
     one, two = (json.loads(cli(*arguments, *more).out) for more in ([], ["--tp", "2", "--comm", "lamport"]))
     assert two["token_ids"] == one["token_ids"] and (one["tp"], two["tp"]) == (1, 2)
     assert two["device_name"] == "SIMT simulator, 2 ranks"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="needs a C++17 compiler")
+def test_a_rank_that_stalls_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps are never launched: the other one gives up, and says for whom it waited."""
+    monkeypatch.setattr("qwen_raw.model.runner.Step.launch", lambda step: step.graphs[0].launch())
+    ran = cli("generate", "-p", "First", "-n", "3", "--device", "sim", "--tp", "2", "-c", "32", "--quiet")
+    assert ran.code == 1 and ran.err.count("\n") == 1
+    assert ran.err.startswith("qwen-raw: rank 0 waited 10000 ms for rank 1 in call "), ran.err

@@ -93,7 +93,13 @@ def gemv_cases(gemv: Any) -> list[Case]:
     def case(op: str, C: int, K: int) -> Case:
         return Case(f"gemv_{op}_{suffix}_c{C}", lambda machine, rng: ops[op](machine.dev, rng, gemv, K))
 
-    return [case(op, C, K) for op in ops for C, K in (ADD if op in ("add", "store") else NORMED)[suffix].items()]
+    def choice(C: int, K: int) -> Case:
+        return Case(f"gemv_choose_{suffix}_c{C}", lambda machine, rng: gemv_choose(machine, rng, gemv, K))
+
+    choices = [] if gemv.fp8 else [choice(C, K) for C, K in NORMED[suffix].items()]
+    return choices + [
+        case(op, C, K) for op in ops for C, K in (ADD if op in ("add", "store") else NORMED)[suffix].items()
+    ]
 
 
 def gemv_add(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
@@ -292,6 +298,21 @@ def run_rmsnorm_split(machine: Machine, rng: np.random.Generator) -> Outputs:
     rmsnorm_split(dev, *parts, h, g, EPS)
     hi, lo = (bf16_to_f32(part.download()).astype(np.float64) for part in parts)
     return {"hi + lo": Output(hi + lo, (2.0**-16 + 2.0**-20) * np.abs(hi), share=0.2)}
+
+
+def gemv_choose(machine: Machine, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
+    """As gemv_logits; the ids, positions and step numbers that were posted agree (the hash is of the logits' bits)."""
+    dev, V = machine.dev, 131
+    s, (h, g), ids = Sampler.create(dev, V), normed_input(dev, rng, K), []
+    w, out = make_linear(dev, rng, V, K, False)[0], dev.zeros((V,), F32)
+    s.set_position(1, 10)
+    for temperature in (0.0, 0.8):
+        s.set_params(temperature, 5, 120)
+        gemv.choose(dev, out, h, g, w, EPS, s, grid=3)
+        ids.append(s.state.download())
+    logits = out.download()
+    machine.finish()
+    return {"logits": Output(logits, 2.0**-21 * np.abs(logits.astype(np.float64))), "states": exact(np.array(ids))}
 
 
 def run_sample(machine: Machine, rng: np.random.Generator) -> Outputs:

@@ -133,21 +133,47 @@ def run_sample_ranks(machine: Machine, rng: np.random.Generator) -> Outputs:
 
 def run_signal(machine: Machine, rng: np.random.Generator) -> Outputs:
     """Both ends on one stream, three hand-overs ahead at most: the slots come round twice."""
+    return hand_over(machine, rng, signal.signal_put, signal.signal_take)
+
+
+def run_signal_parts(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """The same by the kernels that go beside stream operations, with a kernel that rings; payloads stay where put."""
+    numbers = {"put": 0, "take": 0}
+
+    def put(ends: signal.SignalEnds, payload: Any, *, threads: int) -> None:
+        numbers["put"] += 1
+        signal.signal_store(ends, payload, numbers["put"] % signal.SLOTS, threads=threads)
+        signal.signal_ring(ends, numbers["put"] % signal.SLOTS)
+
+    def take(ends: signal.SignalEnds, payload: Any, *, threads: int) -> None:
+        numbers["take"] += 1
+        signal.signal_fetch(ends, payload, numbers["take"] % signal.SLOTS, threads=threads)
+
+    return hand_over(machine, rng, put, take, pulled=True)
+
+
+def hand_over(
+    machine: Machine,
+    rng: np.random.Generator,
+    put: Callable[..., None],
+    take: Callable[..., None],
+    pulled: bool = False,
+) -> Outputs:
     dev, results = machine.dev, {}
-    ends = signal.SignalEnds.create(dev, dev, 80, limit_ns=LIMIT_NS)
+    ends = signal.SignalEnds.create(dev, dev, 80, pulled=pulled, limit_ns=LIMIT_NS)
     for round_ in range(3):
         payloads = [rng.integers(0, 1 << 32, 20, dtype=np.uint32) for _ in range(signal.SLOTS)]
         payloads[0][:4] = 0x80000000  # the sentinel is data here
         sent, taken = [dev.array(p) for p in payloads], [dev.zeros((20,), U32) for _ in payloads]
         for buffer in sent:
-            signal.signal_put(ends, buffer, threads=64)
+            put(ends, buffer, threads=64)
         for buffer in taken:
-            signal.signal_take(ends, buffer, threads=64)
+            take(ends, buffer, threads=64)
         for i, buffer in enumerate(taken):
             got = buffer.download()
             np.testing.assert_array_equal(got, payloads[i])
             results[f"round {round_}, slot {i}"] = exact(got)
-    for name, buffer in (("slots", ends.slots), ("credit", ends.credit), ("put", ends.put_number)):
+    for name, buffer in (("bells", ends.bells), ("credit", ends.credit), ("put", ends.put_number)):
         results[name] = exact(buffer.download())
     return results
 
@@ -167,5 +193,8 @@ def rank_cases() -> list[Case]:
         Case("peercheck_count_u32", run_peercheck, ranks=2),
         Case("signal_put", run_signal),
         Case("signal_take", run_signal),
+        Case("signal_store", run_signal_parts),
+        Case("signal_ring", run_signal_parts),
+        Case("signal_fetch", run_signal_parts),
         Case("sample_ranks_f32", run_sample_ranks, ranks=2),
     ]

@@ -1,5 +1,6 @@
 """gemv_bf16.cu and gemv_fp8.cu against float64: every kernel, both weight types, odd sizes, several grids."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv_bf16 import GEMV as BF16_GEMV
 from qwen_raw.kernels.gemv_fp8 import GEMV as FP8_GEMV
 from qwen_raw.kernels.linear import Linear
+from qwen_raw.kernels.sample import Sampler, sample
 
 GEMVS = pytest.mark.parametrize("gemv", [BF16_GEMV, FP8_GEMV], ids=["bf16", "fp8"])
 # (N, K): multiples of nothing, a tail of every unrolled round, one row, rows past one block.
@@ -103,6 +105,39 @@ def test_logits(dev: Any, rng: np.random.Generator, V: int, K: int) -> None:
     out.fill(POISON)
     BF16_GEMV.logits(dev, out, dev.array(h), dev.array(g), w, EPS)
     assert_close(out.download(), W @ rmsnorm(h, gv, EPS), rel=2e-5, what="logits")
+
+
+@pytest.mark.parametrize(("V", "text", "grid"), [(1, 1, None), (333, 300, 3), (4160, 4096, None)])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_choose(dev: Any, rng: np.random.Generator, V: int, text: int, grid: int | None, temperature: float) -> None:
+    """The LM head that chooses: logits as without, and the state, id and hash that `sample` makes of them."""
+    w, W = make_linear(dev, rng, V, 264, fp8=False)
+    g, gv = bf16_input(rng, 264)
+    h = rng.standard_normal(264).astype(np.float32)
+    fused, plain = Sampler.create(dev, V), Sampler.create(dev, V)
+    out = dev.empty((V,), F32)
+    for step, pos in enumerate((7, 8, 40)):
+        for s in (fused, plain):
+            s.set_params(temperature, 99, text)
+            s.set_position(1, pos)
+        out.fill(POISON)
+        BF16_GEMV.choose(dev, out, dev.array(h + np.float32(step)), dev.array(g), w, EPS, fused, grid=grid)
+        assert_close(out.download(), W @ rmsnorm(h + np.float32(step), gv, EPS), rel=2e-5, what="logits")
+        sample(dev, out, plain)
+        assert (fused.state.download() == plain.state.download()).all()
+        assert (fused.ring.words[2 * step : 2 * step + 2] == plain.ring.words[2 * step : 2 * step + 2]).all()
+
+
+def test_choose_takes_two_launches_where_its_scratch_is_small(dev: Any, rng: np.random.Generator) -> None:
+    w, _ = make_linear(dev, rng, 64, 16, fp8=False)
+    s = Sampler.create(dev, 64)
+    s.set_params(0.0, 0, 64)
+    s.set_position(1, 0)
+    out, blocks = dev.empty((64,), F32), s.best.shape[0]
+    few = replace(s, best=s.best.view((1, 2)), blocks=1)
+    assert blocks > 1
+    BF16_GEMV.choose(dev, out, dev.array(np.ones(16, np.float32)), dev.array(np.ones(16, np.uint16)), w, EPS, few)
+    assert int(s.state.download()[0]) == int(out.download().argmax())
 
 
 @GEMVS

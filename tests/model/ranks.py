@@ -25,6 +25,7 @@ ODD = ModelConfig(
 TIED = ModelConfig(
     D=176, H=16, KV=8, HD=64, I=8 * 48, V=203, L=2, rms_eps=1e-5, rope_theta=1e6, max_position=128, tied=True
 )
+PAIRS = ("sim-2", *(pytest.param(f"cuda-{name}", marks=pytest.mark.gpu) for name in ("0,0", "0,1")))
 CUDA = ("0,0", "0,0,0,0", "0,0,0,0,0,0,0,0", "0,1", "0,0,0,0,1,1,1,1")
 KINDS = ("sim-2", "sim-4", "sim-8", *(pytest.param(f"cuda-{name}", marks=pytest.mark.gpu) for name in CUDA))
 

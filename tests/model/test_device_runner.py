@@ -128,7 +128,7 @@ def test_random_models_equal_the_reference(
     scale = np.abs(want).max()
     for name, got in (("prefill", runner.logits(ids)), ("decode", runner.decode_logits(ids))):
         worst = np.abs(got - want).max() / scale
-        assert worst < 1e-2, f"{name}: off by {worst:.2%} of the largest logit"
+        assert worst < 2e-2, f"{name}: off by {worst:.2%} of the largest logit"
     runner.close()
 
 

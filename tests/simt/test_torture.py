@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("compiler"),
     pytest.mark.skipif(sanitized.active(), reason="worlds of the plain variant cannot run under AddressSanitizer"),
 ]
-PROTOCOLS = ("allreduce_lamport", "allreduce_flag", "allreduce_twoshot", "signal")
+PROTOCOLS = ("allreduce_lamport", "allreduce_flag", "allreduce_twoshot", "sample_ranks", "signal")
 SEEDS = 1000
 
 

@@ -1,0 +1,143 @@
+"""Put-with-signal: µs a hand-over, by form, shape and payload size; and a soak in which every payload is compared.
+
+    python -m bench.signal [--devices 0,0] [--bytes 16 8192 …] [--rounds 300] [--soak 1000000]
+
+A round is a ping-pong between two devices, there and back, both ends' rounds captured in a graph each; a figure is half
+a round's time: one hand-over, from the put's launch in one stream to the end of the wait's kernel in the other.
+The median over replays, the slower device's. `--devices 0,0`: two streams of one GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.allreduce import Ranks
+from bench.common import RESULTS, command, environment, save
+from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
+from qwen_raw.comm.signal import Form, Ring, Shape, SignalChannel
+from qwen_raw.device import U32
+from qwen_raw.driver.device import CudaDevice
+from qwen_raw.errors import QwenRawError, UsageError
+
+BYTES = (16, 8 << 10, 64 << 10, 1 << 20)
+WAYS: tuple[tuple[Form, Ring, Shape], ...] = (
+    ("kernel", "release", "push"),
+    ("kernel", "release", "pull"),
+    ("memop", "release", "push"),
+    ("memop", "node", "push"),
+    ("memop", "node", "pull"),
+)
+SOAK_GRAPH = 768  # hand-overs a graph: whole rotations
+LIMIT_NS = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Figure:
+    """µs a hand-over."""
+
+    form: str
+    ring: str
+    shape: str
+    bytes: int
+    us: float
+    us_worst: float  # of the replays
+
+    def line(self) -> str:
+        way = f"{self.form} {self.ring} {self.shape}"
+        return f"{way:22} {self.bytes:8} B  {self.us:8.2f} µs  worst replay {self.us_worst:8.2f}"
+
+
+def measure(ranks: Ranks, way: tuple[Form, Ring, Shape], nbytes: int, rounds: int, repeats: int) -> Figure:
+    """Ping-pong. The payload that comes back is the one that was sent, or QwenRawError."""
+    form, ring, shape = way
+    there, back = (
+        SignalChannel(a, b, nbytes, form=form, ring=ring, shape=shape, limit_ns=LIMIT_NS)
+        for a, b in (ranks.devices, ranks.devices[::-1])
+    )
+    words = np.random.default_rng(0).integers(0, 2**32, nbytes // 4, dtype=np.uint32)
+    buffers = [ranks.devices[0].array(words), ranks.devices[1].zeros(words.shape, U32)]
+    calls = rounds - rounds % there.slots
+
+    def round_of(rank: int, _: bool) -> None:
+        if rank == 0:
+            there.put(buffers[0])
+            back.wait(buffers[0])
+        else:
+            there.wait(buffers[1])
+            back.put(buffers[1])
+
+    graphs = ranks.capture(round_of, calls, pdl=False)
+    samples = [ms * 1e3 / calls / 2 for ms in ranks.time(graphs, repeats)]
+    for graph in graphs:
+        graph.close()
+    if not all(np.array_equal(buffer.download(), words) for buffer in buffers):
+        raise QwenRawError(f"{form} {ring} {shape}: a payload of {nbytes} bytes came back changed")
+    return Figure(form, ring, shape, nbytes, statistics.median(samples), max(samples))
+
+
+def soak(ranks: Ranks, way: tuple[Form, Ring, Shape], handovers: int) -> dict[str, Any]:
+    """At least so many hand-overs of distinct payloads, all compared. Raises QwenRawError if one is torn or stale."""
+    form, ring, shape = way
+    producer, consumer = ranks.devices
+    channel = SignalChannel(producer, consumer, 64, form=form, ring=ring, shape=shape, limit_ns=LIMIT_NS)
+    source, sink = (dev.zeros((SOAK_GRAPH, 16), U32) for dev in ranks.devices)
+    graphs = []
+    for dev, call, buffer in ((ranks.devices[0], channel.put, source), (ranks.devices[1], channel.wait, sink)):
+        with dev.capture() as capture:
+            for row in range(SOAK_GRAPH):
+                call(buffer.view((16,), 16 * row))
+        graphs.append(capture.graph)
+    rng, begin, done = np.random.default_rng(1), time.perf_counter(), 0
+    while done < handovers:
+        words = rng.integers(0, 2**32, (SOAK_GRAPH, 16), dtype=np.uint32)
+        words[:, 0] = np.arange(done, done + SOAK_GRAPH)
+        source.upload(words)
+        for graph in graphs:
+            graph.launch()
+        if not np.array_equal(sink.download(), words):
+            raise QwenRawError(f"{form} {ring} {shape}: a payload within {SOAK_GRAPH} of hand-over {done} is wrong")
+        done += SOAK_GRAPH
+    for graph in graphs:
+        graph.close()
+    seconds = time.perf_counter() - begin
+    print(f"soak {form} {ring} {shape}: {done} hand-overs, every payload right, {seconds:.1f} s", flush=True)
+    return {"soak": done, "form": form, "ring": ring, "shape": shape, "wrong": 0, "seconds": seconds}
+
+
+def main() -> int:
+    parser = Parser("python -m bench.signal", description="put-with-signal: latency by form, shape and size")
+    parser.add_argument("--devices", type=ordinals, default=[0, 0], help="producer's and consumer's GPU, as 0,1")
+    parser.add_argument("--bytes", nargs="+", type=positive, default=list(BYTES))
+    parser.add_argument("--rounds", type=positive, default=300, help="in a graph")
+    parser.add_argument("--repeats", type=positive, default=7)
+    parser.add_argument("--soak", type=natural, default=0, metavar="N", help="then N hand-overs whose payloads differ")
+    parser.add_argument("--commit")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    a = parser.parse_args()
+    if len(a.devices) != 2:
+        raise UsageError(f"{len(a.devices)} devices: a channel has two ends, as in --devices 0,0")
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        ranks = Ranks([stack.enter_context(CudaDevice(n)) for n in a.devices])
+        env = environment(ranks.devices[0], a.commit) | {"devices": a.devices}
+        for nbytes in a.bytes:
+            for way in WAYS:
+                figure = measure(ranks, way, nbytes, a.rounds, a.repeats)
+                print(figure.line(), flush=True)
+                rows.append(asdict(figure))
+        if a.soak:
+            rows.append(soak(ranks, WAYS[0], a.soak))
+            rows.append(soak(ranks, ("memop", "node", "push"), max(1, a.soak // 20)))
+    save("signal", env, rows, a.output)
+    return 0
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,37 @@
+"""bench.decode's rows, on simulated ranks whose clock is made up."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench import decode
+from bench.common import Timing
+from qwen_raw.errors import UsageError
+from qwen_raw.simt.device import SimDevice
+
+
+def test_rows_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum over ranks costs what the step takes longer than without it; bytes are those of all ranks."""
+    times = iter((8.0, 4.8))
+
+    def time_ms(devices: Any, work: Callable[[], None], *, repeats: int, warmup: int = 1) -> Timing:
+        work()
+        return Timing((next(times),))
+
+    monkeypatch.setattr(decode, "time_ms", time_ms)
+    devices: Any = SimDevice.of_world(2)
+    (row,) = decode.measure(devices, "tiny-shakespeare-draft", "auto", [0], 2, 1, 1e12)
+    devices[0].close()
+    assert (row["tp"], row["devices"], row["comm"], row["layers"]) == (2, [0, 1], "auto", 2)
+    assert row["tok_s"] == pytest.approx(250.0)
+    assert row["reduce_us"] == pytest.approx((4000 - 2400) / 4)
+    assert row["us_without_reduce"] == pytest.approx(2400.0) and row["host_tok_s"] > 0
+    assert "tiny-shakespeare-draft bf16   2" in decode.line(row)
+
+
+def test_a_model_that_does_not_split_is_refused() -> None:
+    devices: Any = SimDevice.of_world(4)
+    with pytest.raises(UsageError, match="tp 4 does not fit"):
+        decode.open_runner(devices, "random:0.5b:bf16", 100)
+    devices[0].close()
