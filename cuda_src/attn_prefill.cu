@@ -1,9 +1,10 @@
 // attn_prefill.cu - causal attention of T new tokens to the cache that already holds them (and whatever came before).
 //
-//   out[t, h] = Σ_k softmax_k(q[t, h]·K[h/G, k] / √HD)·V[h/G, k],   k = 0 … pos0 + t
+//   out[t, h] = Σ_k softmax_k(q[t, h]·K[h/G, k] / √HD)·V[h/G, k],   k = 0 … pos0 + t,   t < T
 //
+// {pos0, T} is `span`, in device memory, so that a captured graph serves every length: rows of out from T on stay as they are.
 // The plain one: a warp takes 16 queries of one head and walks the keys 16 at a time (include/attn.cuh), fragments straight from L1/L2.
-// grid: (ceil(T/64), H); block: 128 = 4 warps of 16 queries. The longest blocks come first.
+// grid: (ceil(rows/64), H), rows >= T; block: 128 = 4 warps of 16 queries. The longest blocks come first.
 // bytes moved: the cache once per 16 queries and head, from L2; flops 4·HD·H·Σ(pos0 + t + 1).
 // PRECOND  HD 64 or 128 (by kernel name); H % KV == 0; all pointers 16-byte aligned; pos0 + T <= max_len. minimum arch: sm_80
 #include "include/attn.cuh"
@@ -12,7 +13,8 @@ constexpr int WARPS = 4;
 
 template <int HD>
 DEVICE void attn_prefill(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache,
-                         int T, int pos0, int H, int KV, int max_len, float scale_log2) {
+                         const int32_t* span, int H, int KV, int max_len, float scale_log2) {
+  const int pos0 = span[0], T = span[1];
   const int h = blockIdx.y, kv = h / (H / KV), g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const int t0 = ((int(gridDim.x) - 1 - int(blockIdx.x)) * WARPS + int(threadIdx.x) / WARP) * ATTN_ROWS;
   if (t0 >= T) return;
@@ -53,8 +55,9 @@ constexpr int OCC = 3;
                                                      const bf16* q,       /* [T, H, HD], rotated */                    \
                                                      const bf16* k_cache, /* [KV, max_len, HD] */                      \
                                                      const bf16* v_cache, /* [KV, max_len, HD] */                      \
-                                                     int T, int pos0, int H, int KV, int max_len, float scale_log2) {  \
-    attn_prefill<HD>(out, q, k_cache, v_cache, T, pos0, H, KV, max_len, scale_log2);                                   \
+                                                     const int32_t* span, /* {pos0, T} */                              \
+                                                     int H, int KV, int max_len, float scale_log2) {                   \
+    attn_prefill<HD>(out, q, k_cache, v_cache, span, H, KV, max_len, scale_log2);                                      \
   }
 ATTN_PREFILL(64)
 ATTN_PREFILL(128)

@@ -16,8 +16,9 @@ gemm_qkv_bf16(bf16* q,             // [T, H, HD]
               const bf16* w,       // [(H + 2·KV)·HD, K]: Q rows, K rows, V rows
               const float* bias,   // [(H + 2·KV)·HD]
               const float2* rope,  // [max_len, HD/2] {cos, sin}
-              int T, int H, int KV, int HD, int pos0, int max_len, int K) {
-  gemm_qkv<GemmBf16<OperandF16>>(q, k_cache, v_cache, a, w, nullptr, bias, rope, T, H, KV, HD, pos0, max_len, K);
+              const int32_t* span,  // {pos0, tokens}: position of row 0, and how many rows are no padding
+              int T, int H, int KV, int HD, int max_len, int K) {
+  gemm_qkv<GemmBf16<OperandF16>>(q, k_cache, v_cache, a, w, nullptr, bias, rope, span, T, H, KV, HD, max_len, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void

@@ -17,8 +17,9 @@ gemm_qkv_fp8(bf16* q,             // [T, H, HD]
              const float* scale,  // [(H + 2·KV)·HD]
              const float* bias,   // [(H + 2·KV)·HD]
              const float2* rope,  // [max_len, HD/2] {cos, sin}
-             int T, int H, int KV, int HD, int pos0, int max_len, int K) {
-  gemm_qkv<GemmE4m3<OperandF16>>(q, k_cache, v_cache, a, w, scale, bias, rope, T, H, KV, HD, pos0, max_len, K);
+             const int32_t* span,  // {pos0, tokens}: position of row 0, and how many rows are no padding
+             int T, int H, int KV, int HD, int max_len, int K) {
+  gemm_qkv<GemmE4m3<OperandF16>>(q, k_cache, v_cache, a, w, scale, bias, rope, span, T, H, KV, HD, max_len, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void

@@ -184,6 +184,12 @@ class Device(Protocol):
 
     def capture(self) -> AbstractContextManager[Capture]: ...
 
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """Launches of the block are checked and their kernels loaded, but none is queued.
+
+        What a capture will need can so be loaded before it, without doing the work.
+        """
+
     def queueing(self) -> AbstractContextManager[None]:
         """For work of several ranks: what the block queues may start at its end, on every rank. The host may not wait.
 

@@ -234,16 +234,17 @@ DEVICE void gemm_swiglu(bf16* act, const uint16_t* a, const typename W::type* w_
   });
 }
 
-// Q, K and V with bias, RoPE on Q and K; Q to q, K and V to the cache at positions pos0 + t.
+// Q, K and V with bias, RoPE on Q and K; Q to q, K and V to the cache at positions span.pos0 + t. Of T rows the first span.T are tokens:
+// the others are padding, computed and dropped. A graph is replayed with other spans, so they come from device memory.
 template <class W>
 DEVICE void gemm_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const uint16_t* a,
                      const typename W::type* w, const float* scale, const float* bias,
-                     const float2* rope, int T, int H, int KV, int HD, int pos0, int max_len, int K) {
+                     const float2* rope, const int32_t* span, int T, int H, int KV, int HD, int max_len, int K) {
   SHARED(GemmTile, sh);
-  const int half = HD / 2, pairs = (H + 2 * KV) * half;
+  const int half = HD / 2, pairs = (H + 2 * KV) * half, pos0 = span[0], tokens = min(T, span[1]);
   float c[2][4][4];
   gemm_tile<W>(c, sh, a, RowsRotary<typename W::type>{w, pairs, K, half}, T, K);
-  gemm_each_pair(c, T, pairs, [&](int t, int p, float x, float y) {
+  gemm_each_pair(c, tokens, pairs, [&](int t, int p, float x, float y) {
     const int head = p / half, d = p % half, n = head * HD + d, pos = pos0 + t;
     if (W::SCALED) x *= scale[n], y *= scale[n + half];
     x += bias[n], y += bias[n + half];

@@ -74,6 +74,7 @@ class CudaDevice:
         self._rings: weakref.WeakSet[CudaHostRing] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[graph.CudaGraph] = weakref.WeakSet()
         self._peers: set[int] = set()
+        self._rehearsing = False
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.ordinal}: {self.name}, {self.arch})"
@@ -220,6 +221,8 @@ class CudaDevice:
         context.use()
         geometry = Geometry(grid, block, smem, pdl and self.pdl, cluster)
         config = kernel.config(geometry, stream or self.stream, self.smem_per_block)
+        if self._rehearsing:
+            return
         try:
             call(context.driver.cuLaunchKernelEx, config, kernel.function, ctypes.addressof(params), 0)
         except DriverError as error:
@@ -264,6 +267,16 @@ class CudaDevice:
         Kernels must be loaded, and buffers allocated, before.
         """
         return self._capturing()
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Launches of the block are checked and their kernels loaded, but none is queued; not during a capture."""
+        self.context.not_capturing("rehearsing")
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
 
     def queueing(self) -> AbstractContextManager[None]:
         """Nothing to do: a GPU starts what is queued by itself."""

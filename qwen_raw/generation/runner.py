@@ -36,7 +36,7 @@ class Runner(Protocol):
 
     @property
     def host_syncs(self) -> int:
-        """Times the host has waited for the device since the runner was made."""
+        """Times the host has waited for the device since the runner was made: of a request, once for its first id."""
 
     @property
     def peak_bytes(self) -> int:

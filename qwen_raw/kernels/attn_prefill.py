@@ -8,28 +8,29 @@ import numpy as np
 
 from qwen_raw.device import BF16, Arg, Buffer, Device
 from qwen_raw.errors import require
-from qwen_raw.kernels.linear import check_buffer
+from qwen_raw.kernels.linear import check_buffer, check_span
 
 STEM = "attn_prefill"
 ROWS, WARPS = 16, 4
 HEAD_DIMS = (64, 128)
 
 
-def attn_prefill(dev: Device, out: Buffer, q: Buffer, k_cache: Buffer, v_cache: Buffer, pos0: int) -> None:
-    """out bf16 [T, H, HD] from q bf16 [T, H, HD] (rotated); caches bf16 [KV, max_len, HD].
+def attn_prefill(dev: Device, out: Buffer, q: Buffer, k_cache: Buffer, v_cache: Buffer, span: Buffer) -> None:
+    """out bf16 [rows, H, HD] from q bf16 [rows, H, HD] (rotated); caches bf16 [KV, max_len, HD].
 
-    The cache must already hold keys 0 … pos0 + T - 1.
+    span int32 [2]: {pos0, T}, T <= rows; rows from T on are left alone. The cache must already hold keys
+    0 … pos0 + T - 1.
     """
-    (T, H, HD), (KV, max_len, _) = out.shape, k_cache.shape
+    (rows, H, HD), (KV, max_len, _) = out.shape, k_cache.shape
     require(HD in HEAD_DIMS, f"head_dim {HD}: this kernel has {HEAD_DIMS}")
     require(H % KV == 0, f"{H} query heads do not divide among {KV} KV heads")
-    require(pos0 >= 0 and pos0 + T <= max_len, f"positions {pos0} … {pos0 + T - 1} do not fit a cache of {max_len}")
-    check_buffer(q, (T, H, HD), BF16, "q")
-    check_buffer(out, (T, H, HD), BF16, "out")
+    check_buffer(q, (rows, H, HD), BF16, "q")
+    check_buffer(out, (rows, H, HD), BF16, "out")
     check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
     check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
-    blocks = (T + ROWS * WARPS - 1) // (ROWS * WARPS)
+    check_span(span)
+    blocks = (rows + ROWS * WARPS - 1) // (ROWS * WARPS)
     kernel = dev.kernel(STEM, f"attn_prefill_bf16_hd{HD}")
-    dims = [np.int32(n) for n in (T, pos0, H, KV, max_len)]
-    args: list[Arg] = [out, q, k_cache, v_cache, *dims, np.float32(math.log2(math.e) / math.sqrt(HD))]
+    dims = [np.int32(n) for n in (H, KV, max_len)]
+    args: list[Arg] = [out, q, k_cache, v_cache, span, *dims, np.float32(math.log2(math.e) / math.sqrt(HD))]
     dev.launch(kernel, (blocks, H, 1), (WARPS * 32, 1, 1), args)

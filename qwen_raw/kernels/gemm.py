@@ -8,7 +8,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, F32, Arg, Buffer, Device
 from qwen_raw.errors import require
-from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
+from qwen_raw.kernels.linear import Linear, check_buffer, check_linear, check_span
 
 THREADS, BM, BN = 256, 64, 128
 
@@ -46,25 +46,26 @@ class Gemm:
         w: Linear,
         bias: Buffer,
         rope: Buffer,
-        pos0: int,
+        span: Buffer,
     ) -> None:
         """q bf16 [T, H, HD], and rows pos0 … of both caches [KV, max_len, HD], from A f16 [T, K].
 
-        bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}.
+        bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}; span int32 [2]: {pos0, how many of the T rows are
+        tokens}; the others are written nowhere.
         """
         (T, H, HD), (KV, max_len, _) = q.shape, k_cache.shape
         require(
             w.N == (H + 2 * KV) * HD, f"QKV weight has {w.N} rows, {H} + 2·{KV} heads of {HD} are {(H + 2 * KV) * HD}"
         )
         require(HD % 2 == 0, f"head_dim {HD} is odd")
-        require(pos0 >= 0 and pos0 + T <= max_len, f"positions {pos0} … {pos0 + T - 1} do not fit a cache of {max_len}")
         check_buffer(q, (a.shape[0], H, HD), BF16, "q")
         check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
         check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
         check_buffer(bias, (w.N,), F32, "bias")
         check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
-        args = [q, k_cache, v_cache, a, *self._weights(w), bias, rope]
-        self._launch(dev, "qkv", -(-w.N // BN), a, [w], args, [T, H, KV, HD, pos0, max_len, w.K])
+        check_span(span)
+        args = [q, k_cache, v_cache, a, *self._weights(w), bias, rope, span]
+        self._launch(dev, "qkv", -(-w.N // BN), a, [w], args, [T, H, KV, HD, max_len, w.K])
 
     def add(self, dev: Device, h: Buffer, a: Buffer, w: Linear) -> None:
         """h f32 [T, N] += A·Wᵀ, A bf16 [T, K]."""

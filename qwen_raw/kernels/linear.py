@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen_raw.device import BF16, E4M3, F32, Buffer
+from qwen_raw.device import BF16, E4M3, F32, I32, Buffer
 from qwen_raw.errors import QwenRawError, require
 
 
@@ -46,3 +46,11 @@ def check_buffer(b: Buffer, shape: tuple[int, ...], dtype: object, name: str) ->
         raise QwenRawError(f"{name} is {b.dtype}{list(b.shape)}, expected {dtype}{list(shape)}")
     if b.ptr % 16:
         raise QwenRawError(f"{name} at {b.ptr:#x} is not 16-byte aligned")
+
+
+def check_span(span: Buffer) -> None:
+    """PRECOND: int32 {pos0, T}, where a chunk of the prompt starts and how many of its rows are tokens.
+
+    What it holds is read on the device only. Whoever uploads it has made sure that pos0 + T fits the cache.
+    """
+    require(span.shape == (2,) and span.dtype == I32, f"span is {span.dtype}{list(span.shape)}, expected int32[2]")

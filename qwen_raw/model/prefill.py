@@ -1,13 +1,17 @@
-"""Prefill of a chunk: T prompt tokens through every layer at once, keys and values into the cache.
+"""Prefill of a chunk: prompt tokens through every layer at once, keys and values into the cache.
+
+A chunk has `rows` rows, of which the first T are tokens and the rest is padding. T and the position of row 0 are in
+device memory (PrefillBuffers.span), so one captured graph serves every length up to its rows. Rows do not see each
+other but in attention, which reads the keys of tokens only: padding is computed and dropped. It costs time, and changes
+nothing.
 
 A generator, as a decode step is: it yields after every sum over ranks (`qwen_raw.model.decode.level`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
+from itertools import islice
 
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import Buffer, Device
@@ -30,19 +34,18 @@ def prefill_layer(
     v_cache: Buffer,
     rope: Buffer,
     b: PrefillBuffers,
-    T: int,
-    pos0: int,
+    rows: int,
     gemm: Gemm,
     residual: Residual,
     reduce: bool,
 ) -> Iterator[None]:
-    """b.h[:T] → b.h[:T]; keys and values of positions pos0 … pos0 + T - 1 into the cache."""
-    h, n = b.h.view((T, c.D)), b.n.view((T, c.D))
-    q, attn, act = b.q.view((T, c.H, c.HD)), b.attn.view((T, c.H, c.HD)), b.act.view((T, c.I))
+    """b.h[:rows] → b.h[:rows]; keys and values of the tokens that b.span says into the cache."""
+    h, n, span = b.h.view((rows, c.D)), b.n.view((rows, c.D)), b.span
+    q, attn, act = b.q.view((rows, c.H, c.HD)), b.attn.view((rows, c.H, c.HD)), b.act.view((rows, c.I))
     rmsnorm(dev, n, h, layer.norm1, c.rms_eps)
-    gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, pos0)
-    attn_prefill(dev, attn, q, k_cache, v_cache, pos0)
-    residual.products(gemm, h, attn.view((T, c.H * c.HD)), layer.o, n)  # n has been used: it takes the ranks' shares
+    gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, span)
+    attn_prefill(dev, attn, q, k_cache, v_cache, span)
+    residual.products(gemm, h, attn.view((rows, c.H * c.HD)), layer.o, n)  # n has been used: it takes ranks' shares
     if reduce:
         residual.reduce(h, spare=n)
     yield
@@ -62,21 +65,19 @@ def prefill_chunk(
     rope: Buffer,
     b: PrefillBuffers,
     residual: Residual,
-    ids: Sequence[int],
-    pos0: int,
+    rows: int,
     reduce: bool = True,
+    layers: int | None = None,
 ) -> Iterator[None]:
-    """Queue one chunk of at most b.chunk ids; the residual stream after the last layer is b.h[:T].
+    """Queue the chunk that b.put has uploaded; the residual stream after the last layer is b.h[:rows].
 
-    `reduce`: False leaves the sums over ranks out, to load every other kernel before ranks wait for each other.
+    `rows`: at least the chunk's tokens. `reduce`: False leaves the sums over ranks out, and `layers` all but the first
+    so many layers: to load kernels.
     """
-    T = len(ids)
-    device_ids = b.ids.view((T,))
-    device_ids.upload(np.asarray(ids, np.int32))
-    embed(dev, b.h.view((T, c.D)), w.embed, device_ids)
+    embed(dev, b.h.view((rows, c.D)), w.embed, b.ids(rows))
     gemm = GEMM_FP8 if w.fp8 else GEMM_BF16
-    for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
-        yield from prefill_layer(dev, c, layer, k, v, rope, b, T, pos0, gemm, residual, reduce)
+    for layer, k, v in islice(zip(w.layers, cache.k, cache.v, strict=True), layers):
+        yield from prefill_layer(dev, c, layer, k, v, rope, b, rows, gemm, residual, reduce)
 
 
 def all_logits(dev: Device, c: ModelConfig, w: Weights, b: PrefillBuffers, h: Buffer, out: Buffer) -> None:

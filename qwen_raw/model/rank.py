@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from qwen_raw.device import Buffer, Device, Graph
+from qwen_raw.kernels.last_row import last_row
 from qwen_raw.kernels.sample import sample
 from qwen_raw.model.decode import DEFAULT, StepOptions, decode_step, lm_head
 from qwen_raw.model.prefill import all_logits, prefill_chunk
@@ -57,9 +58,14 @@ class Rank:
                 pass
         return capture.graph
 
-    def prefill_chunk(self, ids: Sequence[int], pos0: int, *, reduce: bool = True) -> Iterator[None]:
-        """At most prefill.chunk ids through the layers. `reduce`: see prefill_chunk."""
-        return prefill_chunk(
+    def prefill_chunk(
+        self, rows: int, *, choose: bool = False, reduce: bool = True, layers: int | None = None
+    ) -> Iterator[None]:
+        """The chunk that prefill.put has uploaded through the layers. `rows`, `reduce`, `layers`: see prefill_chunk.
+
+        `choose`: then choose the id that follows its last token, whose position the sampler must hold.
+        """
+        yield from prefill_chunk(
             self.device,
             self.shard.local,
             self.weights,
@@ -67,18 +73,26 @@ class Rank:
             self.rope,
             self.prefill,
             self.residual,
-            ids,
-            pos0,
+            rows,
             reduce,
+            layers,
         )
+        if choose:
+            self.choose_first(rows)
 
-    def choose_first(self, rows: int, position: int) -> None:
-        """After a last chunk of `rows` ids: choose the id that follows `position`, the last one's."""
-        D = self.shard.whole.D
-        h = self.prefill.h.view((D,), (rows - 1) * D)
-        lm_head(self.device, self.shard.local, self.weights, h, self.decode.logits)
-        self.decode.sampler.set_position(0, position)
+    def choose_first(self, rows: int) -> None:
+        """The LM head on the chunk's last token alone, and the choice of an id."""
+        h = self.prefill.h.view((rows, self.shard.whole.D))
+        last_row(self.device, self.decode.h, h, self.prefill.span)
+        lm_head(self.device, self.shard.local, self.weights, self.decode.h, self.decode.logits)
         sample(self.device, self.decode.logits, self.decode.sampler)
+
+    def capture_prefill(self, rows: int, *, choose: bool) -> Graph:
+        """prefill_chunk as a graph; its kernels must have been loaded."""
+        with self.device.capture() as capture:
+            for _ in self.prefill_chunk(rows, choose=choose):
+                pass
+        return capture.graph
 
     def logits(self, rows: int, out: Buffer) -> None:
         """out f32 [rows, V]: the logits of every row of a chunk, V of this rank."""

@@ -26,6 +26,7 @@ from qwen_raw.kernels.sample import BAD_ID, SLOTS
 from qwen_raw.model.assembly import LIMIT_NS, assemble, describe, free_bytes
 from qwen_raw.model.decode import DEFAULT, StepOptions, level
 from qwen_raw.model.loading import CheckpointLike
+from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.rank import Rank
 from qwen_raw.model.uninterrupted import uninterrupted
 
@@ -104,48 +105,60 @@ class DeviceRunner:
         self.bytes_per_token = sum(rank.weights.bytes_per_token for rank in self.ranks)
         self._launched = 0  # ids that all steps ever queued will have posted
         self._hash: int | None = None
+        self._first_reads = 0
+        self.prompt = Prompt(self.ranks, captured=self._note_memory)
         self._load()
         self._step: Step | None = Step.create(self.ranks)
-        self.peak_bytes = before - free_bytes(self.devices)
+        self._free_before = before
+        self.peak_bytes = 0
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        """What is held now, graphs included."""
+        self.peak_bytes = max(self.peak_bytes, self._free_before - free_bytes(self.devices))
 
     def _load(self) -> None:
-        """Prefill and a step without what makes ranks wait for each other, so that every kernel is loaded."""
+        """Rehearse prefill, run a step without what makes ranks wait for each other: every kernel is loaded."""
         alone = len(self.ranks) == 1
         skip = frozenset() if alone else frozenset({"reduce", "sample"})
         for rank in self.ranks:
             rank.decode.sampler.set_params(0.0, 0, self.text_vocab)
             rank.decode.sampler.set_position(0, 0)
-            level([rank.prefill_chunk([0], 0, reduce=False)])
             level([rank.step(StepOptions(skip=skip))])
+        self.prompt.load()
         for device in self.devices:
             device.synchronize()
         self._launched += 1 if alone else 0
 
     @property
     def host_syncs(self) -> int:
-        return sum(device.host_syncs for device in self.devices)
+        """See Runner: what the devices count, and the poll for the first id of each request.
+
+        Later ids are polled too, but of steps that were queued ahead: the host keeps up, and no device waits for it.
+        """
+        return sum(device.host_syncs for device in self.devices) + self._first_reads
 
     @property
     def logits_hash(self) -> int | None:
         return self._hash
 
     def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int) -> Iterator[int]:
-        """See Runner. The first id is posted by prefill, the others by replays of the decode step."""
+        """See Runner. The first id is posted by prefill's graph, the others by replays of the decode step's."""
         step, first = self._live_step(), self._launched
         ahead = AHEAD if self.devices[0].kind == "cuda" else 0  # the simulator works while the host launches
         self._hash = None
         with self._together():
             for rank in self.ranks:
                 rank.decode.sampler.set_params(temperature, seed, self.text_vocab)
-            rows = self._prefill(ids)
-            for rank in self.ranks:
-                rank.choose_first(rows, len(ids) - 1)
+                rank.decode.sampler.set_position(0, len(ids) - 1)
+            self.prompt.queue(ids)
             self._launched += 1
         for number in range(first, first + max_tokens):
             while self._launched < min(first + max_tokens, number + 1 + ahead):
                 with self._together():
                     step.launch()
                     self._launched += 1
+            self._first_reads += number == first
             yield self._read(number, position=len(ids) + number - first)
 
     @contextmanager
@@ -174,14 +187,6 @@ class DeviceRunner:
             if not faults:
                 raise
             raise QwenRawError("; ".join([*faults, str(error)])) from error
-
-    def _prefill(self, ids: Sequence[int]) -> int:
-        """Run all ids through the layers of all ranks, chunk by chunk; the number of ids in the last chunk."""
-        chunk, part = self.ranks[0].prefill.chunk, ids
-        for pos0 in range(0, len(ids), chunk):
-            part = ids[pos0 : pos0 + chunk]
-            level([rank.prefill_chunk(part, pos0) for rank in self.ranks])
-        return len(part)
 
     def _read(self, step: int, position: int) -> int:
         """Wait, by polling host memory, for the id that step number `step` posts."""
@@ -225,7 +230,9 @@ class DeviceRunner:
         for pos0 in range(0, len(ids), rows):
             part = ids[pos0 : pos0 + rows]
             with self._together():
-                level([rank.prefill_chunk(part, pos0) for rank in self.ranks])
+                for rank in self.ranks:
+                    rank.prefill.put(part, pos0)
+                level([rank.prefill_chunk(len(part)) for rank in self.ranks])
             for rank, buffer in zip(self.ranks, buffers, strict=True):
                 view = buffer.view((len(part), rank.shard.local.V))
                 rank.logits(len(part), view)
@@ -277,4 +284,4 @@ class DeviceRunner:
             return
         step, self._step = self._step, None
         self.ranks = []
-        close_all([step.close, *(device.close for device in self.devices if self._owns_device)])
+        close_all([step.close, self.prompt.close, *(device.close for device in self.devices if self._owns_device)])

@@ -18,6 +18,7 @@ from qwen_raw.model.rope import rope_table
 from qwen_raw.model.shard import Shard
 
 CHUNK = 2048  # prompt tokens that prefill processes at a time
+HEADER = 4  # words before the ids, which stay aligned to 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class DecodeBuffers:
 
 @dataclass(frozen=True, slots=True)
 class PrefillBuffers:
-    """Activations of up to `chunk` tokens."""
+    """Activations of up to `chunk` rows: tokens of the prompt, and padding after them."""
 
-    ids: Buffer  # i32 [chunk]
+    request: Buffer  # i32 [4 + chunk]: pos0, T, two unused words, the T ids; behind them ids of earlier prompts
     h: Buffer  # f32 [chunk, D] residual stream
     n: Buffer  # f16 [chunk, D] normalised; bf16 for the LM head; bf16 shares of a sum over ranks
     low: Buffer  # bf16 [chunk, D] what rounding took off n, for the LM head
@@ -79,15 +80,30 @@ class PrefillBuffers:
     def create(dev: Device, c: ModelConfig, max_len: int) -> PrefillBuffers:
         T = min(CHUNK, max_len)
         return PrefillBuffers(
-            ids=dev.empty((T,), I32),
+            request=dev.zeros((4 + T,), I32),
             h=dev.empty((T, c.D), F32),
             n=dev.empty((T, c.D), BF16),
             low=dev.empty((T, c.D), BF16),
             q=dev.empty((T, c.H, c.HD), BF16),
-            attn=dev.empty((T, c.H, c.HD), BF16),
+            attn=dev.zeros((T, c.H, c.HD), BF16),  # padding is never written
             act=dev.empty((T, c.I), BF16),
             chunk=T,
         )
+
+    @property
+    def span(self) -> Buffer:
+        """i32 [2]: {pos0, T}, the position of row 0 and how many rows are tokens. Kernels read it when they run."""
+        return self.request.view((2,))
+
+    def ids(self, rows: int) -> Buffer:
+        """i32 [rows]: what is embedded; padding rows take whatever valid ids are there."""
+        return self.request.view((rows,), HEADER)
+
+    def put(self, ids: Sequence[int], pos0: int) -> None:
+        """Upload the next chunk, in stream order: one copy of at most 8 KiB, which the host does not wait for."""
+        words = np.zeros(HEADER + len(ids), np.int32)
+        words[:2], words[HEADER:] = (pos0, len(ids)), ids
+        self.request.view(words.shape).upload(words)
 
 
 def device_rope_table(dev: Device, c: ModelConfig, max_len: int) -> Buffer:

@@ -221,6 +221,12 @@ class SimDevice:
         """Records what the with-block launches: `with device.capture() as c: …`, then `c.graph.launch()`."""
         return self._capturing()
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Launches of the block are checked and their kernels loaded, but none is queued; not during a capture."""
+        with self._capturing():  # and the graph forgotten
+            yield
+
     def queueing(self) -> AbstractContextManager[None]:
         """What the block queues starts at its end, on all ranks of the world; the host cannot wait inside."""
         return self.world.together()

@@ -26,6 +26,7 @@ from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
 from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
 from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
+from qwen_raw.kernels.last_row import last_row
 from qwen_raw.kernels.norm import rmsnorm, rmsnorm_split
 from qwen_raw.kernels.quantize import quantize_rows
 from qwen_raw.kernels.sample import Sampler, sample
@@ -196,7 +197,7 @@ def gemm_cases(gemm: Any) -> list[Case]:
         (a, A), (w, W) = f16_input(rng, T, K), make_linear(dev, rng, (H + 2 * KV) * HD, K, gemm.fp8)
         bias, rope = fp32(rng, w.N), dev.array(rotary(rng, max_len, HD))
         q, k, v = dev.zeros((T, H, HD), BF16), dev.zeros((KV, max_len, HD), BF16), dev.zeros((KV, max_len, HD), BF16)
-        gemm.qkv(dev, q, k, v, dev.array(a), w, dev.array(bias), rope, pos0)
+        gemm.qkv(dev, q, k, v, dev.array(a), w, dev.array(bias), rope, dev.array(np.array([pos0, T], np.int32)))
         # A rotation adds the errors of two sums, and a few roundings of numbers no larger than the largest.
         slack = 2 * float(cut(machine, A, W).max()) + 2.0**-21 * float(np.abs(A @ W.T).max() + np.abs(bias).max())
         return {name: rounded(buffer.download(), slack) for name, buffer in (("q", q), ("k", k), ("v", v))}
@@ -242,7 +243,7 @@ def prefill(HD: int) -> Case:
         dev, T, pos0, H, KV, max_len = machine.dev, 67, 30, 4, 2, 104
         (q, Q), (k, K), (v, V) = (bf16_input(rng, *s) for s in ((T, H, HD), (KV, max_len, HD), (KV, max_len, HD)))
         out = dev.zeros((T, H, HD), BF16)
-        attn_prefill(dev, out, dev.array(q), dev.array(k), dev.array(v), pos0)
+        attn_prefill(dev, out, dev.array(q), dev.array(k), dev.array(v), dev.array(np.array([pos0, T], np.int32)))
         rows = [(Q[t, h], K[h // 2, : pos0 + t + 1], V[h // 2, : pos0 + t + 1]) for t in range(T) for h in range(H)]
         return {"out": attended(out, rows)}
 
@@ -255,6 +256,12 @@ def run_embed(machine: Machine, rng: np.random.Generator) -> Outputs:
     h, ids = dev.zeros((7, 328), F32), rng.integers(0, 50, 7).astype(np.int32)
     embed(dev, h, dev.array(bf16_input(rng, 50, 328)[0]), dev.array(ids))
     return {"h": exact(h.download())}
+
+
+def run_last_row(machine: Machine, rng: np.random.Generator) -> Outputs:
+    dev, out = machine.dev, machine.dev.zeros((1032,), F32)
+    last_row(dev, out, dev.array(fp32(rng, 7, 1032)), dev.array(np.array([3, 5], np.int32)))
+    return {"out": exact(out.download())}
 
 
 def run_quantize(machine: Machine, rng: np.random.Generator) -> Outputs:
@@ -362,6 +369,7 @@ def all_cases() -> list[Case]:
         *(decode(HD, T) for HD in (64, 128) for T in (1, 3)),
         *(prefill(HD) for HD in (64, 128)),
         Case("embed_bf16", run_embed),
+        Case("last_row_f32", run_last_row),
         Case("quantize_rows_bf16", run_quantize),
         Case("synthetic_bf16", run_synthetic_bf16),
         Case("synthetic_e4m3", run_synthetic_e4m3),

@@ -119,24 +119,30 @@ def test_decode_peaked_scores(dev: Any, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(("H", "KV", "HD"), HEADS)
-@pytest.mark.parametrize(("T", "pos0"), [(1, 0), (16, 0), (17, 0), (65, 3), (2, 64)])
-def test_prefill(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, T: int, pos0: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "T", "pos0"),
+    [(1, 1, 0), (16, 16, 0), (17, 17, 0), (65, 65, 3), (2, 2, 64), (65, 17, 3), (130, 1, 71)],
+)
+def test_prefill(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, rows: int, T: int, pos0: int) -> None:
+    """Rows from T on are padding: left as they are, and no key beyond the last token's is looked at."""
     max_len = 72
-    q, Q = bf16_input(rng, T, H, HD, scale=2.0)
+    q, Q = bf16_input(rng, rows, H, HD, scale=2.0)
+    q[T:] = 0x7FC0
     (k, K), (v, V) = bf16_input(rng, KV, max_len, HD), bf16_input(rng, KV, max_len, HD)
     k[:, pos0 + T :], v[:, pos0 + T :] = 0x7FC0, 0x7FC0
-    out = dev.empty((T, H, HD), BF16)
+    out = dev.empty((rows, H, HD), BF16)
     out.fill(POISON)
-    attn_prefill(dev, out, dev.array(q), dev.array(k), dev.array(v), pos0)
+    attn_prefill(dev, out, dev.array(q), dev.array(k), dev.array(v), dev.array(np.array([pos0, T], np.int32)))
     want = np.empty((T, H, HD))
     for t in range(T):
         for h in range(H):
             kv, n = h // (H // KV), pos0 + t + 1
             want[t, h] = attention(Q[t, h], K[kv, :n], V[kv, :n])
-    assert_close(bf16_to_f32(out.download()), want, rel=REL, what="out")
+    assert_close(bf16_to_f32(out.download()[:T]), want, rel=REL, what="out")
+    assert (out.download()[T:] == 0xFFFF).all(), "a row of padding was written"
 
 
 def test_unknown_head_dim_is_refused(dev: Any) -> None:
     out, q, cache = dev.zeros((1, 2, 80), BF16), dev.zeros((1, 2, 80), BF16), dev.zeros((1, 8, 80), BF16)
     with pytest.raises(QwenRawError, match="head_dim 80"):
-        attn_prefill(dev, out, q, cache, cache, 0)
+        attn_prefill(dev, out, q, cache, cache, dev.zeros((2,), np.dtype(np.int32)))

@@ -18,24 +18,29 @@ SHAPES = [(1, 8, 16), (64, 128, 32), (65, 129, 48), (5, 250, 80)]
 
 @GEMMS
 @pytest.mark.parametrize(("H", "KV", "HD"), [(4, 2, 64), (3, 1, 128)])
-@pytest.mark.parametrize(("T", "pos0"), [(1, 0), (5, 2), (65, 7)])
-def test_qkv(dev: Any, rng: np.random.Generator, gemm: Any, H: int, KV: int, HD: int, T: int, pos0: int) -> None:
+@pytest.mark.parametrize(("rows", "T", "pos0"), [(1, 1, 0), (5, 5, 2), (65, 65, 7), (65, 63, 9), (130, 1, 71)])
+def test_qkv(
+    dev: Any, rng: np.random.Generator, gemm: Any, H: int, KV: int, HD: int, rows: int, T: int, pos0: int
+) -> None:
+    """Rows from T on are padding, and may lie beyond the cache: nothing of them is written."""
     K, max_len, half = 48, 72, HD // 2
     w, W = make_linear(dev, rng, (H + 2 * KV) * HD, K, gemm.fp8)
-    a, A = f16_input(rng, T, K)
+    a, A = f16_input(rng, rows, K)
     bias = (rng.standard_normal(w.N) * 10).astype(np.float32)
     angle = rng.uniform(0, 6, (max_len, half))
     rope = np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32)
-    q, caches = dev.empty((T, H, HD), BF16), [dev.empty((KV, max_len, HD), BF16) for _ in range(2)]
+    q, caches = dev.empty((rows, H, HD), BF16), [dev.empty((KV, max_len, HD), BF16) for _ in range(2)]
     for buffer in (q, *caches):
         buffer.fill(POISON)
-    gemm.qkv(dev, q, *caches, dev.array(a), w, dev.array(bias), dev.array(rope), pos0)
+    span = dev.array(np.array([pos0, T], np.int32))
+    gemm.qkv(dev, q, *caches, dev.array(a), w, dev.array(bias), dev.array(rope), span)
 
-    x = (A @ W.T + bias).reshape(T, H + 2 * KV, HD)
+    x = (A[:T] @ W.T + bias).reshape(T, H + 2 * KV, HD)
     cos, sin = (rope[pos0 : pos0 + T, None, :, i].astype(np.float64) for i in range(2))
     y = x.copy()
     y[..., :half], y[..., half:] = rotate(x[..., :half], x[..., half:], cos, sin)
-    assert_close(bf16_to_f32(q.download()), y[:, :H], rel=4e-3, what="q")
+    assert_close(bf16_to_f32(q.download()[:T]), y[:, :H], rel=4e-3, what="q")
+    assert (q.download()[T:] == 0xFFFF).all(), "a row of padding was written"
     for cache, want, name in ((caches[0], y[:, H : H + KV], "k"), (caches[1], x[:, H + KV :], "v")):
         got = cache.download()
         assert_close(bf16_to_f32(got[:, pos0 : pos0 + T]), want.transpose(1, 0, 2), rel=4e-3, what=name)

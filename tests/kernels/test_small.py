@@ -1,4 +1,4 @@
-"""norm.cu, embed.cu, quantize.cu, synthetic.cu: the small kernels, against the host's definitions."""
+"""norm.cu, embed.cu, last_row.cu, quantize.cu, synthetic.cu: the small kernels, against the host's definitions."""
 
 from typing import Any
 
@@ -9,8 +9,9 @@ from kernel_reference import POISON, assert_close, bf16_input, f16_values, rmsno
 from loaders.dtypes import bf16_to_f32, quantize_rows_e4m3
 from loaders.synthetic import synthetic_values as host_bf16
 from loaders.synthetic import synthetic_values_e4m3 as host_e4m3
-from qwen_raw.device import BF16, E4M3, F16, F32
+from qwen_raw.device import BF16, E4M3, F16, F32, I32
 from qwen_raw.kernels.embed import embed
+from qwen_raw.kernels.last_row import last_row
 from qwen_raw.kernels.norm import rmsnorm as device_rmsnorm
 from qwen_raw.kernels.norm import rmsnorm_split
 from qwen_raw.kernels.quantize import quantize_rows
@@ -57,6 +58,18 @@ def test_embed(dev: Any, rng: np.random.Generator, T: int, D: int) -> None:
     h.fill(POISON)
     embed(dev, h, dev.array(table), dev.array(ids))
     assert (h.download() == values[ids].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("rows", "D"), [(1, 4), (7, 1032)])
+def test_last_row(dev: Any, rng: np.random.Generator, rows: int, D: int) -> None:
+    """The row of the last token, wherever the span says that it is; one launch's arguments serve all lengths."""
+    h = rng.standard_normal((rows, D)).astype(np.float32)
+    out, span, device_h = dev.empty((D,), F32), dev.zeros((2,), I32), dev.array(h)
+    for T in {1, rows - 1 or 1, rows}:
+        out.fill(POISON)
+        span.upload(np.array([1000, T], np.int32))
+        last_row(dev, out, device_h, span)
+        assert (out.download() == h[T - 1]).all()
 
 
 def test_quantize_rows_equals_the_host(dev: Any, rng: np.random.Generator) -> None:
