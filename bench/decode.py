@@ -83,7 +83,7 @@ def measure(
         if without is not None:
             alone, _ = step_us(devices, runner, context, tokens, repeats, without)
             row |= {"comm": comm, "us_without_reduce": alone, "reduce_us": (us - alone) / (2 * runner.config.L)}
-        if context == 0:
+        if context == 0 and tokens > 1:
             row["host_tok_s"] = host_rate(runner, tokens)
         rows.append(row)
         print(line(row), flush=True)

@@ -26,6 +26,7 @@ from loaders.synthetic import random_checkpoint
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.config import ModelConfig
 from qwen_raw.driver.device import CudaDevice
+from qwen_raw.errors import UsageError
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.placement import degree
 
@@ -159,6 +160,8 @@ def main() -> int:
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)
     a = parser.parse_args()
+    if a.tokens < 2:
+        raise UsageError("--tokens 1 has no rate: at least 2")
     with open_gpus(a.tp, a.devices) as devices:
         result = run(devices, a.model, a.comm, (a.prompts, a.distinct or max(a.prompts // 10, 1), a.tokens, a.limit))
         save("soak", environment(devices[0], a.commit), [asdict(result)], a.output, f"tp{result.tp}")
