@@ -23,7 +23,13 @@ def test_a_wrong_request_is_one_line(bench: str) -> None:
 
 @pytest.mark.parametrize(
     ("bench", "words"),
-    [("torture", "--seeds 0"), ("decode", "--tokens -1"), ("gemv", "--tp x"), ("allreduce", "--devices 0,x")],
+    [
+        ("torture", "--seeds 0"),
+        ("decode", "--tokens -1"),
+        ("gemv", "--tp x"),
+        ("allreduce", "--devices 0,x"),
+        ("prefill", "--prompt 0"),
+    ],
 )
 def test_a_wrong_value_is_one_line(bench: str, words: str) -> None:
     done = subprocess.run(
@@ -33,7 +39,7 @@ def test_a_wrong_value_is_one_line(bench: str, words: str) -> None:
     assert done.stderr.startswith(f"bench: argument {words.split()[0]}: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("bench", ["allreduce", "attn_decode", "decode", "gemv", "stages"])
+@pytest.mark.parametrize("bench", ["allreduce", "attn_decode", "decode", "gemv", "prefill", "stages"])
 def test_a_gpu_that_is_not_there_is_one_line(bench: str) -> None:
     """CUDA_VISIBLE_DEVICES hides every GPU, on a machine that has some too."""
     done = subprocess.run(

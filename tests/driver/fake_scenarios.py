@@ -182,6 +182,18 @@ def scenario_devices_on_one_gpu(fake: Fake) -> None:
     assert second.zeros((4,), I32).ptr  # closing one leaves the other
 
 
+def scenario_rehearsal(fake: Fake) -> None:
+    device = CudaDevice(0)
+    k, x = kernel(device), device.zeros((4,), I32)
+    fake.calls()
+    with device.rehearsing():
+        launch(device, k, [x, np.int32(1)])
+        raises(QwenRawError, "arguments", lambda: launch(device, k, [x]))
+    fake.expect()
+    launch(device, k, [x, np.int32(1)])
+    assert any(c.startswith("cuLaunchKernelEx") for c in fake.calls())
+
+
 def scenario_capture(fake: Fake) -> None:
     device = CudaDevice(0)
     k, x, doomed = kernel(device), device.zeros((4,), I32), device.zeros((8,), I32)

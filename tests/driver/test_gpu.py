@@ -216,6 +216,16 @@ def test_graph_replays_and_keeps_its_buffers(cuda_device: CudaDevice, run: Any) 
         capture.graph.launch()
 
 
+def test_a_rehearsal_runs_nothing(cuda_device: CudaDevice, run: Any) -> None:
+    x = cuda_device.zeros((256,), I32)
+    cuda_device._kernels.clear()
+    with cuda_device.rehearsing():
+        run("add", 1, 256, [x, np.int32(256), np.int32(1)])
+    assert not x.download().any() and cuda_device._kernels
+    run("add", 1, 256, [x, np.int32(256), np.int32(1)])
+    assert (x.download() == 1).all()
+
+
 def test_capture_refuses_before_the_driver_does(cuda_device: CudaDevice, run: Any) -> None:
     x = cuda_device.zeros((4,), I32)
     forbidden = {

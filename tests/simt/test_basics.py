@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qwen_raw.device import F32, I32, U32
+from qwen_raw.errors import QwenRawError
 from qwen_raw.simt.device import SimDevice
 
 MODES: list[dict[str, Any]] = [{}, {"seed": 1}, {"seed": 2}, {"race": True}, {"race": True, "seed": 3}]
@@ -81,6 +82,17 @@ def test_graph_replays_launches_and_fills(device: SimDevice) -> None:
         capture.graph.launch()
     assert (x.download() == 6).all()
     capture.graph.close()
+
+
+def test_a_rehearsal_checks_and_runs_nothing(device: SimDevice) -> None:
+    x = device.zeros((64,), I32)
+    with device.rehearsing():
+        device.launch(device.kernel("basics", "add_one"), (2, 1, 1), (32, 1, 1), [x])
+        with pytest.raises(QwenRawError, match="takes 1 arguments"):
+            device.launch(device.kernel("basics", "add_one"), (2, 1, 1), (32, 1, 1), [x, x])
+    assert (x.download() == 0).all()
+    device.launch(device.kernel("basics", "add_one"), (2, 1, 1), (32, 1, 1), [x])
+    assert (x.download() == 1).all()
 
 
 def test_host_ring_is_read_without_waiting(device: SimDevice) -> None:
