@@ -5,12 +5,12 @@ from typing import Any
 from qwen_raw.errors import QwenRawError, UsageError
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Engine", "QwenRawError", "SamplingParams", "UsageError", "__version__", "load"]
+__all__ = ["Completion", "Engine", "QwenRawError", "SamplingParams", "Speculation", "UsageError", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
     """The other public names live in `qwen_raw.engine`; imported on first use so that `loaders` can import us."""
-    if name in {"load", "Engine", "Completion", "SamplingParams"}:
+    if name in {"load", "Engine", "Completion", "SamplingParams", "Speculation"}:
         from qwen_raw import engine
 
         return getattr(engine, name)

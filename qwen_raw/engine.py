@@ -23,12 +23,13 @@ from qwen_raw.config import ModelConfig
 from qwen_raw.errors import QwenRawError, UsageError, close_all
 from qwen_raw.generation.runner import Progress, Runner
 from qwen_raw.generation.sampling import SamplingParams
+from qwen_raw.generation.speculation import Speculation
 from qwen_raw.generation.stream import Completion, Request, TextStream
 from qwen_raw.observe.stats import Stats, Stopwatch
 from qwen_raw.placement import DeviceName, Kind, Placement, degree, place
 from qwen_raw.reference import ReferenceRunner
 
-__all__ = ["Completion", "Engine", "SamplingParams", "TextStream", "load"]
+__all__ = ["Completion", "Engine", "SamplingParams", "Speculation", "TextStream", "load"]
 
 DType = Literal["auto", "bf16", "fp8"]
 Comm = Literal["auto", "host", "flag", "lamport", "twoshot"]
@@ -47,6 +48,7 @@ def load(
     progress: Progress | None = None,
     devices: Sequence[int] | None = None,
     comm: str = "auto",
+    speculation: Speculation | None = None,
 ) -> Engine:
     """Load a model and make it ready to generate.
 
@@ -60,6 +62,7 @@ def load(
     max_model_len: the longest sequence, prompt included; by default the model's context, at most 32768.
     devices: numbers of the GPUs, one a rank; by default 0, 1, … A GPU that is named twice has two ranks: for tests.
     comm: how ranks sum a token's shares, a path of qwen_raw/comm/reduce.py; "auto" takes what is fastest.
+    speculation: guess several ids and verify them in one pass (docs/speculation.md); one GPU, or device "sim".
 
     Raises UsageError for a request that cannot be met, QwenRawError for a failure on the way.
     """
@@ -72,6 +75,8 @@ def load(
     _check_choice("device", device, get_args(DeviceName))
     _check_choice("dtype", dtype, get_args(DType))
     _check_choice("comm", comm, get_args(Comm))
+    if speculation is not None and not isinstance(speculation, Speculation):
+        raise UsageError(f"speculation is a {type(speculation).__name__}, expected qwen_raw.Speculation")
     checkpoint = open_model(model, cast(DType, dtype))
     stored = checkpoint.dtype
     held = stored if dtype == "auto" else dtype
@@ -82,9 +87,10 @@ def load(
         )
     length = _context(max_model_len, checkpoint.config)
     tokenizer = open_tokenizer(checkpoint)
+    draft = None if speculation is None else _draft(speculation, ranks, tokenizer)
     placement = place(cast(DeviceName, device), ranks, gpus)
     text_vocab = min(tokenizer.vocab_size, checkpoint.config.V)
-    runner = _runner(placement, checkpoint, held, length, text_vocab, progress, comm)
+    runner = _runner(placement, checkpoint, held, length, text_vocab, progress, comm, speculation, draft)
     return Engine(
         runner,
         checkpoint,
@@ -167,7 +173,7 @@ class Engine:
         watch = Stopwatch()
         request = self._request(prompt, params)
         self._end_active(_SUPERSEDED)
-        runner, syncs = self.runner, self.runner.host_syncs
+        runner, syncs, guessed = self.runner, self.runner.host_syncs, self.runner.speculated
         ids = runner.generate(
             request.ids,
             max_tokens=request.max_tokens,
@@ -186,6 +192,7 @@ class Engine:
                 host_syncs=runner.host_syncs - syncs,
                 peak_bytes=runner.peak_bytes,
                 logits_hash=runner.logits_hash if tokens else None,
+                speculated=runner.speculated.since(guessed) if guessed and runner.speculated else None,
             )
 
         self._active = TextStream(
@@ -283,15 +290,33 @@ def _runner(
     text_vocab: int,
     progress: Progress | None,
     comm: str,
+    speculation: Speculation | None,
+    draft: Checkpoint | None,
 ) -> Runner:
     """Move the weights to where they will be used. Devices whose runner cannot be made are closed."""
     if not placement.devices:
+        if speculation is not None:
+            raise UsageError("speculation needs a GPU: device cpu has one way to compute (device sim has passes)")
         return ReferenceRunner(
             checkpoint, dtype=dtype, max_model_len=max_model_len, text_vocab=text_vocab, progress=progress
         )
     from qwen_raw.model.runner import DeviceRunner
+    from qwen_raw.model.speculative import SpeculativeRunner
 
     try:
+        if speculation is not None:
+            return SpeculativeRunner(
+                placement.devices[0],
+                checkpoint,
+                guesses=speculation.guesses,
+                draft=draft,
+                draft_fp8=draft is not None and draft.dtype == "fp8",
+                ngram=speculation.ngram,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                text_vocab=text_vocab,
+                progress=progress,
+            )
         return DeviceRunner(
             placement.devices,
             checkpoint,
@@ -305,6 +330,22 @@ def _runner(
         with suppress(QwenRawError):  # what failed fails again on closing
             close_all([device.close for device in placement.devices])
         raise
+
+
+def _draft(speculation: Speculation, ranks: int, tokenizer: Tokenizer) -> Checkpoint | None:
+    """The draft model of a speculation that has one. UsageError for one whose ids mean something else."""
+    if ranks > 1:
+        raise UsageError(f"speculation runs on one GPU, tp is {ranks}")
+    if speculation.draft is None:
+        return None
+    draft = open_model(speculation.draft)
+    size = open_tokenizer(draft).vocab_size
+    if size != tokenizer.vocab_size:
+        raise UsageError(
+            f"the draft model {draft.config.name} has a tokenizer of {size} ids, the model one of "
+            f"{tokenizer.vocab_size}: they must share one"
+        )
+    return draft
 
 
 def _has_chat_template(checkpoint: Checkpoint) -> bool:

@@ -22,6 +22,7 @@ from qwen_raw.config import ModelConfig
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress, logits_hash
 from qwen_raw.generation.sampling import choose
+from qwen_raw.generation.speculation import PassCounts
 from qwen_raw.model.rope import rope_table
 
 F32 = npt.NDArray[np.float32]
@@ -187,6 +188,7 @@ class ReferenceRunner:
         self.bytes_per_token = self._model.bytes_per_token
         self.peak_bytes = self._model.nbytes
         self.logits_hash: int | None = None
+        self.speculated: PassCounts | None = None
 
     def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int) -> Iterator[int]:
         """See `Runner.generate`."""

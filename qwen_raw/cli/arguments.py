@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from qwen_raw.errors import UsageError
+from qwen_raw.generation.speculation import DEFAULT_GUESSES, MOST_GUESSES, Speculation
 
 
 class Parser(argparse.ArgumentParser):
@@ -131,6 +132,34 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longest sequence, prompt included (4k = 4096); default: the model's context, at most 32768",
     )
+
+
+def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Guessing ids that are then verified together: what the text is, it stays."""
+    group = parser.add_argument_group("speculation (the same ids, several a pass where guesses are right)")
+    where = group.add_mutually_exclusive_group()
+    where.add_argument(
+        "--draft", "--model-draft", metavar="MODEL", help="a smaller model of the same tokenizer guesses"
+    )
+    where.add_argument(
+        "--ngram", type=positive, metavar="N", help="guess what followed the last ids, up to N of them, the time before"
+    )
+    group.add_argument(
+        "--guesses",
+        "--draft-max",
+        type=positive,
+        metavar="K",
+        help=f"a pass, 1 to {MOST_GUESSES} (default {DEFAULT_GUESSES})",
+    )
+
+
+def speculation(args: argparse.Namespace) -> Speculation | None:
+    """What these arguments ask for. UsageError for a number of guesses without a way to make them."""
+    if args.draft is None and args.ngram is None:
+        if args.guesses is not None:
+            raise UsageError("--guesses needs --draft MODEL or --ngram N")
+        return None
+    return Speculation(args.draft, args.ngram, DEFAULT_GUESSES if args.guesses is None else args.guesses)
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:

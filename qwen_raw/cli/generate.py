@@ -8,7 +8,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from qwen_raw.cli.arguments import Parser, add_model_arguments, add_output_arguments, count, unicode
+from qwen_raw.cli.arguments import (
+    Parser,
+    add_model_arguments,
+    add_output_arguments,
+    add_speculation_arguments,
+    count,
+    speculation,
+    unicode,
+)
 from qwen_raw.cli.process import EXIT_DONE, EXIT_INTERRUPTED, discard
 from qwen_raw.cli.report import describe, report, summary
 from qwen_raw.cli.status import Status
@@ -58,6 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     add_model_arguments(parser)
+    add_speculation_arguments(parser)
     add_output_arguments(parser)
 
 
@@ -66,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     status = Status(quiet=args.quiet, verbose=args.verbose)
     prompt = _prompt(args)
     _override(SamplingParams(), args)  # refuses values that make no sense before a model is loaded for them
+    guessing = speculation(args)
     with status.loading() as progress:
         engine = load(
             args.model,
@@ -76,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
             devices=args.devices,
             comm=args.comm,
+            speculation=guessing,
         )
     with engine:
         chat = engine.has_chat_template if args.chat is None else args.chat

@@ -4,7 +4,8 @@ A runner owns the weights and the KV cache of one model on one device and serves
 The engine has checked every argument before it reaches a runner: ids are within range, and
 len(ids) + max_tokens <= max_model_len.
 
-Implementations: `qwen_raw.reference.ReferenceRunner` and `qwen_raw.model.runner.DeviceRunner`. Both are built as
+Implementations: `qwen_raw.reference.ReferenceRunner`, `qwen_raw.model.runner.DeviceRunner` and its
+`qwen_raw.model.speculative.SpeculativeRunner`. Both are built as
 `Runner(..., checkpoint, *, dtype, max_model_len, text_vocab, progress)`.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen_raw.config import ModelConfig
+from qwen_raw.generation.speculation import PassCounts
 
 # progress(stage, done, total): how far loading has come, in bytes of weights; called from the loading thread.
 Progress = Callable[[str, int, int], None]
@@ -41,6 +43,10 @@ class Runner(Protocol):
     @property
     def peak_bytes(self) -> int:
         """Device memory held at the most, weights and KV cache included."""
+
+    @property
+    def speculated(self) -> PassCounts | None:
+        """What was guessed since the runner was made, and how much of it was right; None where nothing is guessed."""
 
     @property
     def logits_hash(self) -> int | None:

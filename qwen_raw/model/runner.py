@@ -22,6 +22,7 @@ import numpy.typing as npt
 from qwen_raw.device import F32, Device, Graph
 from qwen_raw.errors import QwenRawError, close_all
 from qwen_raw.generation.runner import Progress
+from qwen_raw.generation.speculation import PassCounts
 from qwen_raw.kernels.sample import BAD_ID, SLOTS
 from qwen_raw.model.assembly import LIMIT_NS, assemble, describe, free_bytes
 from qwen_raw.model.decode import DEFAULT, StepOptions, level
@@ -81,9 +82,11 @@ class DeviceRunner:
         owns_device: bool = True,
         comm: str = "auto",
         limit_ns: int = LIMIT_NS,
+        spare: int = 0,
     ) -> None:
         """`devices`: one, or one a rank. `owns_device`: close() closes them too. `comm`, `limit_ns`: see `assemble`.
 
+        `spare`: positions of the cache beyond max_model_len, for what may be written and thrown away.
         Raises QwenRawError where the model does not fit.
         """
         self.devices = tuple(devices) if isinstance(devices, Sequence) else (devices,)
@@ -97,7 +100,7 @@ class DeviceRunner:
             self.devices,
             checkpoint,
             fp8=dtype == "fp8",
-            max_len=max_model_len,
+            max_len=max_model_len + spare,
             comm=comm,
             limit_ns=limit_ns,
             progress=progress,
@@ -137,6 +140,11 @@ class DeviceRunner:
         Later ids are polled too, but of steps that were queued ahead: the host keeps up, and no device waits for it.
         """
         return sum(device.host_syncs for device in self.devices) + self._first_reads
+
+    @property
+    def speculated(self) -> PassCounts | None:
+        """See Runner: nothing was guessed."""
+        return None
 
     @property
     def logits_hash(self) -> int | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from qwen_raw.generation.speculation import PassCounts
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -25,6 +27,7 @@ class Stats:
     host_syncs: int  # during this generation
     peak_bytes: int
     logits_hash: int | None  # of the step that chose the last id
+    speculated: PassCounts | None = None  # None: every id was a step of its own
 
     @property
     def prompt_tps(self) -> float | None:
@@ -38,8 +41,10 @@ class Stats:
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """Weight bytes read per second while decoding."""
-        return self.bytes_per_token * self.decode_tps if self.decode_tps is not None else None
+        """Weight bytes read per second while decoding a token a step."""
+        if self.speculated is not None or self.decode_tps is None:
+            return None
+        return self.bytes_per_token * self.decode_tps
 
     def line(self) -> str:
         """One line: TTFT, tok/s and how it is reckoned, GB/s, host syncs, logits hash."""
@@ -54,6 +59,8 @@ class Stats:
                 f" ({self.read_bytes_per_s / self.read_ceiling:.0%} of the read ceiling)" if self.read_ceiling else ""
             )
             parts.append(f"{self.read_bytes_per_s / 1e9:.1f} GB/s of weights{share}")
+        if self.speculated is not None:
+            parts.append(self.speculated.line())
         parts.append(f"host syncs {self.host_syncs}")
         parts.append("logits -" if self.logits_hash is None else f"logits {self.logits_hash:08x}")
         return " · ".join(parts)
@@ -72,6 +79,7 @@ class Stats:
             "host_syncs": self.host_syncs,
             "peak_bytes": [self.peak_bytes],  # per rank
             "logits_hash": None if self.logits_hash is None else f"{self.logits_hash:08x}",
+            "speculation": None if self.speculated is None else self.speculated.as_dict(),
         }
 
 

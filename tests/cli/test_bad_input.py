@@ -51,6 +51,13 @@ USAGE = [
     (["to", "be"], "unrecognized arguments: be; a prompt of several words needs quotes (see qwen-raw generate --help)"),
     (["-p", "a", "--quiet", "--verbose"], "not allowed with argument"),
     (["-p", "\udcff"], "argument -p/--prompt: the text is not UTF-8"),
+    (["-p", "a", "--guesses", "3"], "--guesses needs --draft MODEL or --ngram N"),
+    (["-p", "a", "--ngram", "2", "--draft", "tiny-shakespeare-draft"], "not allowed with argument"),
+    (["-p", "a", "--ngram", "2", "--guesses", "16"], "16 guesses a pass: 1 to 15 are possible"),
+    (["-p", "a", "--ngram", "0"], "0 is less than 1"),
+    (["-p", "a", "--ngram", "2"], "speculation needs a GPU"),
+    (["-p", "a", "--ngram", "2", "--tp", "2", "--device", "sim"], "speculation runs on one GPU, tp is 2"),
+    (["-p", "a", "--draft", "random:0.5b", "--device", "sim"], "they must share one"),
 ]
 
 

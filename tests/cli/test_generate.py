@@ -221,3 +221,15 @@ def test_a_rank_that_stalls_is_one_line(cli: Callable[..., Any], monkeypatch: py
     ran = cli("generate", "-p", "First", "-n", "3", "--device", "sim", "--tp", "2", "-c", "32", "--quiet")
     assert ran.code == 1 and ran.err.count("\n") == 1
     assert ran.err.startswith("qwen-raw: rank 0 waited 10000 ms for rank 1 in call "), ran.err
+
+
+@pytest.mark.parametrize("way", [["--ngram", "2"], ["--draft", "tiny-shakespeare-draft", "--guesses", "2"]])
+def test_speculation_changes_no_id_and_is_told(cli: Callable[..., Any], way: list[str]) -> None:
+    request = ("generate", "-p", "ROMEO:", "-n", "5", "--device", "sim", "-c", "32", "--json")
+    plain, guessed = (json.loads(cli(*request, *more).out) for more in ([], way))
+    assert guessed["token_ids"] == plain["token_ids"]
+    assert guessed["logits_hash"] == plain["logits_hash"]
+    assert plain["speculation"] is None
+    said = guessed["speculation"]
+    assert said["right"] + said["guesses"] // (2 if "--guesses" in way else 4) == 4
+    assert "guesses right" in cli(*request[:-1], *way).err

@@ -17,10 +17,12 @@ from conformance.machines import Array, Machine, Output
 from kernel_reference import bf16_input, f16_input, make_linear, silu
 
 from loaders.dtypes import bf16_to_f32, f16_to_f32
-from qwen_raw.device import BF16, E4M3, F16, F32, Buffer
+from qwen_raw.device import BF16, E4M3, F16, F32, I32, Buffer
+from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin
 from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode
 from qwen_raw.kernels.attn_prefill import attn_prefill
 from qwen_raw.kernels.bandwidth import read_all
+from qwen_raw.kernels.draft import draft_ngram, draft_row
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
 from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
@@ -343,6 +345,47 @@ def run_sample(machine: Machine, rng: np.random.Generator) -> Outputs:
     return {"states": exact(np.array(states)), "ring": exact(s.ring.words.copy())}
 
 
+def run_draft_row(machine: Machine, rng: np.random.Generator) -> Outputs:
+    dev = machine.dev
+    b = PassBuffers.create(dev, 3, 10, 700)
+    for i in (0, 2):
+        draft_row(dev, b.ids, b.rows, i, dev.array(rng.integers(0, 700, 4, dtype=np.int32)))
+    return {"ids": exact(b.ids.download()), "rows": exact(b.rows.download())}
+
+
+def run_draft_ngram(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """Few ids, so that runs repeat; more positions than the block has threads."""
+    dev, results = machine.dev, {}
+    b = PassBuffers.create(dev, 5, 3000, 700)
+    for length in (1, 2, 40, 2500):
+        history = rng.integers(0, 4, length, dtype=np.int32)
+        b.history.view((length,)).upload(history)
+        state = dev.array(np.array([history[-1], length - 1, 0, 0], np.int32))
+        draft_ngram(dev, b.ids, b.rows, state, b.history, 3)
+        results[f"{length}"] = exact(b.ids.download())
+    return results
+
+
+def run_accept(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """Greedy passes of which every number of guesses is right; then one with a damaged row, and one at the limit."""
+    dev, M, V, states = machine.dev, 4, 700, []
+    b, s, draft = PassBuffers.create(dev, M, 60, V), Sampler.create(dev, V, 3), dev.zeros((4,), I32)
+    s.set_params(0.0, 0, 690)
+    s.set_position(1, 10)
+    b.limit.upload(np.array([13], np.uint32))
+    accept_begin(dev, b, s, draft)
+    for right in (0, 1, 2, 3, 3, 3):
+        logits = rng.standard_normal((M, V)).astype(np.float32)
+        if len(states) == 4:
+            logits[1, 300] = np.inf
+        choices = logits[:, :690].argmax(1)
+        b.ids.upload(np.array([1, *(c + (i >= right) for i, c in enumerate(choices[:-1]))], np.int32))
+        accept(dev, b, s, draft, dev.array(logits))
+        states.append(np.concatenate([x.download().reshape(-1) for x in (s.state, draft, b.rows, b.history)]))
+    machine.finish()
+    return {"states": exact(np.array(states)), "ring": exact(s.ring.words.copy()), "told": exact(b.told.words.copy())}
+
+
 def run_bandwidth(machine: Machine, rng: np.random.Generator) -> Outputs:
     """The sink is written if the words that some thread reads xor to one value: a single pack can be made to.
 
@@ -376,5 +419,9 @@ def all_cases() -> list[Case]:
         Case("rmsnorm_f32", run_rmsnorm),
         Case("rmsnorm_split_f32", run_rmsnorm_split),
         Case("sample_f32", run_sample),
+        Case("draft_row", run_draft_row),
+        Case("draft_ngram", run_draft_ngram),
+        Case("accept_begin", run_accept),
+        Case("accept_f32", run_accept),
         Case("read_v4", run_bandwidth),
     ]

@@ -1,0 +1,101 @@
+"""Speculation changes no id: the built-in model with its draft model and with n-grams, on the simulator and a GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loaders.resolve import open_model, open_tokenizer
+from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.model.runner import DeviceRunner
+from qwen_raw.model.speculative import SpeculativeRunner
+
+MODEL, DRAFT = "tiny-shakespeare", "tiny-shakespeare-draft"
+REPEATING = "ROMEO:\nO, O, O, O, O,"
+PROMPTS = (REPEATING, "First Citizen:\nBefore we", "a", "KING RICHARD III:\nMy kingdom for a")
+WAYS: dict[str, dict[str, Any]] = {"ngram": {"ngram": 3}, "draft": {"draft": open_model(DRAFT)}}
+
+
+def options(model: Any, length: int) -> dict[str, Any]:
+    return {"dtype": "bf16", "max_model_len": length, "text_vocab": model.config.V, "owns_device": False}
+
+
+@pytest.fixture(params=WAYS)
+def runners(request: pytest.FixtureRequest, dev: Any) -> Iterator[tuple[DeviceRunner, SpeculativeRunner]]:
+    """(plain, speculative) on one device."""
+    model, length = open_model(MODEL), 400 if dev.kind == "cuda" else 48
+    plain = DeviceRunner(dev, model, **options(model, length))
+    guessing = SpeculativeRunner(dev, model, guesses=3, **WAYS[request.param], **options(model, length))
+    yield plain, guessing
+    guessing.close()
+    plain.close()
+
+
+def prompts(dev: Any, count: int) -> list[list[int]]:
+    """The texts above, and random pieces of their ids."""
+    tokenizer, rng = open_tokenizer(open_model(MODEL)), np.random.default_rng(1)
+    texts = [tokenizer.encode(text) for text in PROMPTS]
+    pool = [token for text in texts for token in text]
+    return texts[:count] + [[int(x) for x in rng.choice(pool, 1 + i % 40)] for i in range(count - len(texts))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_ids_are_those_of_single_steps(runners: Any, temperature: float) -> None:
+    plain, guessing = runners
+    dev = plain.devices[0]
+    many = dev.kind == "cuda"
+    for number, ids in enumerate(prompts(dev, 100 if many else 2)):
+        request = {"max_tokens": 48 if many else 9, "temperature": temperature, "seed": number}
+        want = list(plain.generate(ids, **request))
+        assert list(guessing.generate(ids, **request)) == want, f"prompt {number}"
+        assert guessing.logits_hash == plain.logits_hash
+    counts = guessing.speculated
+    assert counts.guesses == 3 * counts.passes - 3 * surplus(guessing)
+    assert counts.right > 0 or temperature > 0
+
+
+def surplus(runner: SpeculativeRunner) -> int:
+    """Passes that found nothing left to do."""
+    counts = runner.speculated
+    return counts.passes - counts.guesses // 3
+
+
+def test_passes_count_what_they_post(dev: Any) -> None:
+    """Every id but the first comes from a pass: its own, or a guess that was right."""
+    model = open_model(MODEL)
+    runner = SpeculativeRunner(dev, model, guesses=4, ngram=2, **options(model, 48))
+    try:
+        before = runner.speculated
+        told = list(runner.generate([5, 6, 7, 8] * 4, max_tokens=12, temperature=0.0, seed=0))
+        counts = runner.speculated.since(before)
+        assert len(told) == 12
+        assert counts.right + counts.guesses // 4 == 12 - 1
+    finally:
+        runner.close()
+
+
+def test_the_last_position_and_early_stops(runners: Any) -> None:
+    """A request that fills the context; one that is left early, whose surplus the next one must not see."""
+    plain, guessing = runners
+    length = guessing.max_model_len
+    ids = [int(x) for x in np.arange(length - 7) % 90 + 5]
+    request = {"max_tokens": 7, "temperature": 0.0, "seed": 0}
+    want = list(plain.generate(ids, **request))
+    assert list(guessing.generate(ids, **request)) == want
+    for taken in (1, 3):
+        stream = guessing.generate(ids[:20], **request)
+        first = [next(stream) for _ in range(taken)]
+        stream.close()
+        assert first == list(plain.generate(ids[:20], **request))[:taken]
+    assert list(guessing.generate(ids, **request)) == want
+    assert list(guessing.generate(ids, max_tokens=0, temperature=0.0, seed=0)) == []
+    assert list(guessing.generate(ids, **request)) == want
+
+
+def test_what_does_not_fit_is_refused(dev: Any) -> None:
+    model = open_model(MODEL)
+    with pytest.raises(UsageError, match="speculation takes a draft model or n-grams"):
+        SpeculativeRunner(dev, model, guesses=2, **options(model, 64))
+    with pytest.raises(QwenRawError, match="rows a pass"):
+        SpeculativeRunner(dev, model, guesses=16, ngram=1, **options(model, 64))
