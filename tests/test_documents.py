@@ -15,6 +15,7 @@ import pytest
 from qwen_raw.cli import devices, generate
 from qwen_raw.cli.main import main
 from qwen_raw.simt import torture
+from qwen_raw.simt.known_bad import VARIANTS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,3 +73,9 @@ def test_benches_have_these_flags(words: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 2 and done.stderr.startswith("bench: no "), done.stderr
+
+
+def test_every_mistake_is_described() -> None:
+    """Each known-bad variant, by name, in the document that says how mistakes show."""
+    described = (ROOT / "docs" / "races.md").read_text()
+    assert not [name for name in VARIANTS if f"`{name}`" not in described]
