@@ -10,7 +10,8 @@
 // accept_f32    the above. Nothing is posted from step `limit` on, whatever is still queued: such a pass changes nothing.
 // accept_begin  before a request's first pass: what accept_f32 leaves behind for the next one.
 //
-// Both leave: history, the id at every position; rows[i].pos = pos + i; the draft model's state at the target's id and position.
+// Both leave: history, the id at every position; rows[i].pos = pos + i, and the same as span = {pos, M}; the draft model's state at the
+// target's id and position.
 // The host is told {passes, steps, guesses right, guesses} before the ids themselves, so who sees an id sees the counts of its pass.
 // grid: (any, M) (blocks of a row stride over its logits); block: 256; accept_begin (1), 32. bytes moved: 4·M·rows.
 // PRECOND  M <= 16; text_vocab <= V; counters [M + 1] zero before the first launch; best holds M·gridDim.x pairs; the ring has more
@@ -25,8 +26,9 @@ struct Counts {
 
 DEVICE uint32_t id_of(uint64_t rank) { return uint32_t(rank >> 32) == 0xffffffffu ? BAD_ID : ~uint32_t(rank); }
 
-DEVICE void next_pass(const DecodeState* state, DecodeState* draft, DecodeState* rows, int M) {
+DEVICE void next_pass(const DecodeState* state, DecodeState* draft, DecodeState* rows, int32_t* span, int M) {
   draft->token = state->token, draft->pos = state->pos;
+  span[0] = state->pos, span[1] = M;
   for (int i = 0; i < M; i++) rows[i].pos = state->pos + i;
 }
 
@@ -34,18 +36,20 @@ KERNEL(32) void
 accept_begin(const DecodeState* state,  // [1]
              DecodeState* draft,        // [1]
              DecodeState* rows,         // [M]
+             int32_t* span,             // [2]
              int32_t* history,          // [pos + 1] …
              int M) {
   griddep_wait();
   if (threadIdx.x) return;
   history[state->pos] = state->token;
-  next_pass(state, draft, rows, M);
+  next_pass(state, draft, rows, span, M);
 }
 
 KERNEL(THREADS) void
 accept_f32(DecodeState* state,          // [1]
            DecodeState* draft,          // [1]
            DecodeState* rows,           // [M]
+           int32_t* span,               // [2]
            const int32_t* ids,          // [M]
            int32_t* history,            // [pos + M + 1] …
            const float* logits,         // [M, V]
@@ -87,7 +91,7 @@ accept_f32(DecodeState* state,          // [1]
     history[state->pos + n] = int32_t(last);
     state->token = int32_t(last), state->pos += n, state->step = step + n;
     c.right += n - 1, c.guesses += M - 1;
-    next_pass(state, draft, rows, M);
+    next_pass(state, draft, rows, span, M);
   }
   *counts = c;
   st_release_sys_u64(told + 0, c.passes);

@@ -13,6 +13,7 @@ from qwen_raw.kernels.sample import SLOTS, Sampler
 
 STEM = "accept"
 MAX_ROWS = 16
+HEADER = 4  # words before the ids, which stay aligned to 16 bytes
 THREADS = 256
 
 
@@ -20,7 +21,7 @@ THREADS = 256
 class PassBuffers:
     """Device state of speculation with up to M rows a pass, beside the target's `Sampler`."""
 
-    ids: Buffer  # i32 [M] what is verified
+    request: Buffer  # i32 [4 + M]: position of row 0, M, two unused words, the M ids; as PrefillBuffers has it
     rows: Buffer  # i32 [M, 4] the same as decode states: id, position
     history: Buffer  # i32 [max_len + M] the id at every position
     limit: Buffer  # u32 [1] step number from which on nothing is posted
@@ -38,7 +39,7 @@ class PassBuffers:
         require(1 <= M <= MAX_ROWS, f"{M} rows a pass: 1 to {MAX_ROWS} are possible")
         blocks = max(1, min(dev.sm_count // M, (V + THREADS - 1) // THREADS))
         return PassBuffers(
-            dev.zeros((M,), I32),
+            dev.zeros((HEADER + M,), I32),
             dev.zeros((M, 4), I32),
             dev.zeros((max_len + M,), I32),
             dev.zeros((1,), U32),
@@ -51,11 +52,21 @@ class PassBuffers:
             blocks,
         )
 
+    @property
+    def ids(self) -> Buffer:
+        """i32 [M] what is verified: the last id, then guesses."""
+        return self.request.view((self.request.shape[0] - HEADER,), HEADER)
+
+    @property
+    def span(self) -> Buffer:
+        """i32 [2]: position of row 0, M."""
+        return self.request.view((2,))
+
 
 def accept_begin(dev: Device, b: PassBuffers, s: Sampler, draft: Buffer) -> None:
     """Before the first pass: s.state's id into the history, positions to rows, both to the state `draft` i32 [4]."""
     check_buffer(draft, (4,), I32, "draft state")
-    args: list[Arg] = [s.state, draft, b.rows, b.history, np.int32(b.ids.shape[0])]
+    args: list[Arg] = [s.state, draft, b.rows, b.span, b.history, np.int32(b.ids.shape[0])]
     dev.launch(dev.kernel(STEM, "accept_begin"), (1, 1, 1), (1, 1, 1), args)
 
 
@@ -66,7 +77,7 @@ def accept(dev: Device, b: PassBuffers, s: Sampler, draft: Buffer, logits: Buffe
     require(s.meeting is None and s.vocab == V, f"logits of {V} ids, the sampler has {s.vocab} on one rank")
     check_buffer(logits, (M, V), F32, "logits")
     check_buffer(draft, (4,), I32, "draft state")
-    args: list[Arg] = [s.state, draft, b.rows, b.ids, b.history, logits, s.params, b.best, b.chosen]
+    args: list[Arg] = [s.state, draft, b.rows, b.span, b.ids, b.history, logits, s.params, b.best, b.chosen]
     args += [b.counters.view((M + 1,)), b.limit, b.counts, s.ring.buffer, b.told.buffer]
     args += [np.int32(n) for n in (SLOTS, M, V)]
     dev.launch(dev.kernel(STEM, "accept_f32"), (b.blocks, M, 1), (THREADS, 1, 1), args)

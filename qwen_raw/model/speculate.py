@@ -9,7 +9,7 @@ of the next step may read the position before its predecessor has ended (qwen_ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -98,6 +98,18 @@ def verify_by_steps(rank: Rank, b: PassBuffers, logits: Buffer) -> None:
         level([replace(rank, decode=decode).step(APART)])
 
 
+def verify_by_chunk(rank: Rank, b: PassBuffers, logits: Buffer) -> None:
+    """logits f32 [M, V] after every row, by prefill's kernels: weights are read once; not decode's bits."""
+    alike = replace(rank, prefill=replace(rank.prefill, request=b.request))
+    M = logits.shape[0]
+    level([alike.prefill_chunk(M)])
+    alike.logits(M, logits)
+
+
+Verify = Callable[[Rank, PassBuffers, Buffer], None]
+VERIFY: dict[str, Verify] = {"chunk": verify_by_chunk, "steps": verify_by_steps}
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """Everything of a pass on one rank."""
@@ -105,13 +117,14 @@ class Pass:
     rank: Rank
     buffers: PassBuffers
     drafter: Drafter
+    verify: Verify
     logits: Buffer  # f32 [M, V]
 
     @staticmethod
-    def create(rank: Rank, drafter: Drafter, buffers: PassBuffers) -> Pass:
+    def create(rank: Rank, drafter: Drafter, verify: Verify, buffers: PassBuffers) -> Pass:
         """With logits of its own."""
         logits = rank.device.empty((buffers.ids.shape[0], rank.shard.whole.V), F32)
-        return Pass(rank, buffers, drafter, logits)
+        return Pass(rank, buffers, drafter, verify, logits)
 
     def begin(self) -> None:
         """Queue, after the first id of a request has been chosen, what the first pass reads."""
@@ -121,5 +134,5 @@ class Pass:
         """Queue one pass."""
         sampler = self.rank.decode.sampler
         self.drafter.queue(sampler.state, self.buffers)
-        verify_by_steps(self.rank, self.buffers, self.logits)
+        self.verify(self.rank, self.buffers, self.logits)
         accept(self.rank.device, self.buffers, sampler, self.drafter.state, self.logits)

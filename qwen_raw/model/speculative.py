@@ -16,7 +16,7 @@ from qwen_raw.model.assembly import assemble
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.runner import DeviceRunner
-from qwen_raw.model.speculate import Drafter, ModelDrafter, NgramDrafter, Pass
+from qwen_raw.model.speculate import VERIFY, Drafter, ModelDrafter, NgramDrafter, Pass
 
 PASSES_AHEAD = 1  # passes queued beyond the one that the host is waiting for
 
@@ -33,6 +33,7 @@ class SpeculativeRunner(DeviceRunner):
         draft: CheckpointLike | None = None,
         draft_fp8: bool = False,
         ngram: int | None = None,
+        verify: str = "chunk",
         max_model_len: int,
         text_vocab: int,
         progress: Progress | None = None,
@@ -40,6 +41,7 @@ class SpeculativeRunner(DeviceRunner):
     ) -> None:
         """`draft`: a checkpoint of the same vocabulary, in fp8 or bf16; else `ngram`. The rest is DeviceRunner's.
 
+        `verify`: how the rows of a pass are computed, one of VERIFY (qwen_raw/model/speculate.py).
         Raises UsageError for a draft model of another vocabulary, QwenRawError where the two do not fit.
         """
         self._rows = guesses + 1
@@ -67,7 +69,7 @@ class SpeculativeRunner(DeviceRunner):
             drafter = NgramDrafter(rank, ngram, buffers.no_draft)
         else:
             raise UsageError("speculation takes a draft model or n-grams")
-        self._pass = Pass.create(rank, drafter, buffers)
+        self._pass = Pass.create(rank, drafter, VERIFY[verify], buffers)
         self._graph: Graph | None = self._capture()
         self._note_memory()
 

@@ -76,6 +76,7 @@ class Passes:
         assert self.s.state.download()[:3].tolist() == [self.token, self.pos, self.step]
         assert self.draft.download().tolist() == [self.token, self.pos, 0, 0]
         assert self.b.rows.download()[:, 1].tolist() == [self.pos + i for i in range(self.M)]
+        assert self.b.span.download().tolist() == [self.pos, self.M]
         got = self.b.history.download()
         assert {at: int(got[at]) for at in self.history} == self.history
 

@@ -8,10 +8,13 @@ import pytest
 
 from loaders.resolve import open_model, open_tokenizer
 from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.generation.sampling import gumbel_noise
 from qwen_raw.model.runner import DeviceRunner
+from qwen_raw.model.speculate import VERIFY
 from qwen_raw.model.speculative import SpeculativeRunner
 
 MODEL, DRAFT = "tiny-shakespeare", "tiny-shakespeare-draft"
+TOLERANCE = 3e-2  # what bf16 activations cost a logit (test_device_runner.py)
 REPEATING = "ROMEO:\nO, O, O, O, O,"
 PROMPTS = (REPEATING, "First Citizen:\nBefore we", "a", "KING RICHARD III:\nMy kingdom for a")
 WAYS: dict[str, dict[str, Any]] = {"ngram": {"ngram": 3}, "draft": {"draft": open_model(DRAFT)}}
@@ -22,17 +25,44 @@ def options(model: Any, length: int) -> dict[str, Any]:
 
 
 @pytest.fixture(params=WAYS)
-def runners(request: pytest.FixtureRequest, dev: Any) -> Iterator[tuple[DeviceRunner, SpeculativeRunner]]:
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return WAYS[request.param]
+
+
+@pytest.fixture(params=VERIFY)
+def verify(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def runners(dev: Any, way: dict[str, Any], verify: str) -> Iterator[tuple[DeviceRunner, SpeculativeRunner]]:
     """(plain, speculative) on one device."""
-    model, length = open_model(MODEL), 400 if dev.kind == "cuda" else 48
+    model, length = open_model(MODEL), 400 if dev.kind == "cuda" else 32
     plain = DeviceRunner(dev, model, **options(model, length))
-    guessing = SpeculativeRunner(dev, model, guesses=3, **WAYS[request.param], **options(model, length))
+    guessing = SpeculativeRunner(dev, model, guesses=3, verify=verify, **way, **options(model, length))
     yield plain, guessing
     guessing.close()
     plain.close()
 
 
-def prompts(dev: Any, count: int) -> list[list[int]]:
+def agreed(plain: DeviceRunner, ids: list[int], want: list[int], got: list[int], request: dict[str, Any]) -> int:
+    """How many ids are equal before the first that differs, which the plain runner all but chose too.
+
+    Rows that are verified together are summed in another order than single steps, as prompts are.
+    """
+    assert len(got) == len(want)
+    same = next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), len(want))
+    if same < len(want):
+        row = plain.decode_logits(ids + want[:same])[-1]
+        if request["temperature"]:
+            position = len(ids) + same
+            row = row / request["temperature"] + gumbel_noise(len(row), position=position, seed=request["seed"])
+        gap = abs(float(row[want[same]] - row[got[same]]))
+        assert gap <= 2 * TOLERANCE / (request["temperature"] or 1.0), f"id {same} of {len(want)} is off by {gap}"
+    return same
+
+
+def prompts(count: int) -> list[list[int]]:
     """The texts above, and random pieces of their ids."""
     tokenizer, rng = open_tokenizer(open_model(MODEL)), np.random.default_rng(1)
     texts = [tokenizer.encode(text) for text in PROMPTS]
@@ -41,18 +71,23 @@ def prompts(dev: Any, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_ids_are_those_of_single_steps(runners: Any, temperature: float) -> None:
+def test_ids_are_those_of_single_steps(runners: Any, verify: str, temperature: float) -> None:
     plain, guessing = runners
-    dev = plain.devices[0]
-    many = dev.kind == "cuda"
-    for number, ids in enumerate(prompts(dev, 100 if many else 2)):
+    many = plain.devices[0].kind == "cuda"
+    equal = total = 0
+    for number, ids in enumerate(prompts(100 if many else 2)):
         request = {"max_tokens": 48 if many else 9, "temperature": temperature, "seed": number}
         want = list(plain.generate(ids, **request))
-        assert list(guessing.generate(ids, **request)) == want, f"prompt {number}"
-        assert guessing.logits_hash == plain.logits_hash
+        got = list(guessing.generate(ids, **request))
+        if verify == "steps":  # the same kernels: the same bits
+            assert got == want, f"prompt {number}"
+            assert guessing.logits_hash == plain.logits_hash
+        total += len(want)
+        equal += agreed(plain, ids, want, got, request)
+    assert equal > 0.8 * total, f"{equal} of {total} ids came before the first near-tie of their prompt"
     counts = guessing.speculated
-    assert counts.guesses == 3 * counts.passes - 3 * surplus(guessing)
-    assert counts.right > 0 or temperature > 0
+    assert counts.guesses == 3 * (counts.passes - surplus(guessing))
+    assert counts.right > 0 or not many
 
 
 def surplus(runner: SpeculativeRunner) -> int:
@@ -81,13 +116,14 @@ def test_the_last_position_and_early_stops(runners: Any) -> None:
     length = guessing.max_model_len
     ids = [int(x) for x in np.arange(length - 7) % 90 + 5]
     request = {"max_tokens": 7, "temperature": 0.0, "seed": 0}
-    want = list(plain.generate(ids, **request))
-    assert list(guessing.generate(ids, **request)) == want
+    want = list(guessing.generate(ids, **request))
+    agreed(plain, ids, list(plain.generate(ids, **request)), want, request)
+    short = list(guessing.generate(ids[:8], **request))
     for taken in (1, 3):
-        stream = guessing.generate(ids[:20], **request)
+        stream = guessing.generate(ids[:8], **request)
         first = [next(stream) for _ in range(taken)]
         stream.close()
-        assert first == list(plain.generate(ids[:20], **request))[:taken]
+        assert first == short[:taken]
     assert list(guessing.generate(ids, **request)) == want
     assert list(guessing.generate(ids, max_tokens=0, temperature=0.0, seed=0)) == []
     assert list(guessing.generate(ids, **request)) == want
