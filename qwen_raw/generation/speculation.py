@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
+from qwen_raw.checks import integer
 from qwen_raw.errors import UsageError
 
 MOST_GUESSES = 15  # a pass verifies one row more
@@ -18,13 +20,17 @@ class Speculation:
     Raises UsageError for what makes no sense.
     """
 
-    draft: str | None = None  # a model, as `qwen_raw.load` takes it
+    draft: str | os.PathLike[str] | None = None  # a model, as `qwen_raw.load` takes it
     ngram: int | None = None  # look up runs of up to so many ids in the text so far
     guesses: int = DEFAULT_GUESSES  # a pass
 
     def __post_init__(self) -> None:
         if (self.draft is None) == (self.ngram is None):
             raise UsageError("speculation takes a draft model or n-grams, one of the two")
+        if self.draft is not None and not isinstance(self.draft, str | os.PathLike):
+            raise UsageError(f"draft is {self.draft!r}, expected a model as load takes it")
+        object.__setattr__(self, "ngram", None if self.ngram is None else integer("ngram", self.ngram))
+        object.__setattr__(self, "guesses", integer("guesses", self.guesses))
         if self.ngram is not None and self.ngram < 1:
             raise UsageError(f"n-grams of {self.ngram} ids: at least 1")
         if not 1 <= self.guesses <= MOST_GUESSES:
