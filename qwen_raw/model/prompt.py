@@ -84,6 +84,6 @@ class Prompt:
             self._captured()
 
     def close(self) -> None:
-        """Destroy the graphs; raises the first failure of work that was still queued, after all have been closed."""
-        graphs, self.graphs = self.graphs, {}
+        """Destroy the graphs and let go of the ranks; raises the first failure of queued work, after all are closed."""
+        graphs, self.graphs, self._ranks = self.graphs, {}, ()
         close_all([graph.close for ranks in graphs.values() for graph in ranks])

@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,13 @@ import pytest
 from model.ranks import TIED, biased_checkpoint, open_ranks
 
 from loaders.resolve import open_model, open_tokenizer
+from loaders.synthetic import (
+    SyntheticCheckpoint,
+    random_checkpoint,
+    synthetic_bound,
+    synthetic_values,
+    tensor_id,
+)
 from qwen_raw.config import ModelConfig
 from qwen_raw.engine import Engine
 from qwen_raw.generation.sampling import SamplingParams
@@ -121,18 +130,44 @@ def test_one_host_wait_a_request(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
         engine.close()
 
 
-def long_prompt(device: Any, model: Any, length: int, changed: list[int], tokens: int) -> None:
+class OneLayer(ReferenceModel):
+    """The reference of one layer, for a long prompt's last tokens only: nobody reads what the others attended to."""
+
+    def forward(self, ids: Any, cache: KVCache, **options: Any) -> Any:
+        self.needed = cache.length + len(ids) - 1
+        return super().forward(ids, cache, **options)
+
+    def _attention(self, h: Any, layer: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, past: int) -> Any:
+        end = past + len(h)
+        if end > self.needed:
+            return super()._attention(h, layer, cos, sin, k_cache, v_cache, past)
+        return super()._attention(h, layer, cos, sin, k_cache[:, past:end], v_cache[:, past:end], 0)
+
+
+def attentive_checkpoint(config: ModelConfig) -> SyntheticCheckpoint:
+    """Random weights of which attention looks at some dozens of 30,000 keys, and adds much of what it finds there."""
+    model, louder = random_checkpoint(config), {"q_proj": 1.6, "k_proj": 1.6, "v_proj": 2.0, "o_proj": 2.0}
+    tensors = dict(model.tensors)
+    for name, tensor in model.tensors.items():
+        factor = next((louder[part] for part in louder if name.endswith(f"{part}.weight")), None)
+        if factor is not None:
+            bound = synthetic_bound(config, name) * factor
+            load = partial(synthetic_values, tensor.shape, tensor_id(name), 0, bound)
+            tensors[name] = replace(tensor, load=load, synthetic=None)
+    return replace(model, tensors=tensors)
+
+
+def long_prompt(device: Any, reference: ReferenceModel, model: Any, length: int, part: int, tokens: int) -> None:
     """A prompt of many chunks, then `tokens` ids: logits and ids are the reference's.
 
-    Whatever is said at the positions `changed` reaches the last logits: a chunk that was lost would show.
+    `part` ids at the beginning, in the middle or at the end matter to the first logits: a chunk lost there would show.
     """
     rng = np.random.default_rng(7)
     ids = rng.integers(0, model.config.V, length).tolist()
     runner = open_runner(device, model, length + tokens)
     found, got = greedy(runner, ids, tokens)
-    reference = ReferenceModel(model.config, model, activations="bf16")
     cache = KVCache(model.config, length + tokens)
-    want = [reference.forward(ids, cache)[-1]]
+    want = [reference.forward(ids, cache, last_only=True)[-1]]
     for token in found[:-1]:
         want.append(reference.forward([token], cache)[-1])
     assert off(got, want[-1]) < TOLERANCE
@@ -140,22 +175,24 @@ def long_prompt(device: Any, model: Any, length: int, changed: list[int], tokens
         assert logits[token] >= logits.max() - 2 * TOLERANCE * np.abs(logits).max()
     _, first = greedy(runner, ids)
     assert off(first, want[0]) < TOLERANCE
-    for at in changed:
-        other = list(ids)
-        other[at : at + 16] = rng.integers(0, model.config.V, len(other[at : at + 16])).tolist()
+    for at in (0, (length - part) // 2, length - part - 1):
+        other = [*ids[:at], *rng.integers(0, model.config.V, part).tolist(), *ids[at + part :]]
         _, moved = greedy(runner, other)
         assert off(moved, want[0]) > 2 * TOLERANCE, f"the ids at {at} do not matter: this test could not fail"
     runner.close()
 
 
 def test_a_prompt_of_many_chunks(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small one for the simulator: five chunks of 32 and a rest."""
+    """A small one for the simulator: five chunks of 32 and a rest, two layers."""
     monkeypatch.setattr("qwen_raw.model.state.CHUNK", 32)
-    long_prompt(dev, biased_checkpoint(SMALL), 171, [0, 70, 165], tokens=4)
+    model = biased_checkpoint(SMALL)
+    long_prompt(dev, ReferenceModel(SMALL, model, activations="bf16"), model, 171, 16, tokens=4)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_thirty_thousand_tokens(cuda_device: Any) -> None:
-    """Fifteen chunks of 2,048; the reference takes some seconds."""
-    long_prompt(cuda_device, biased_checkpoint(SMALL), 30_000, [0, 15_000, 29_990], tokens=16)
+    """Fifteen chunks of 2,048, one layer."""
+    config = replace(SMALL, L=1)
+    model = attentive_checkpoint(config)
+    long_prompt(cuda_device, OneLayer(config, model, activations="bf16"), model, 30_000, 2_000, tokens=16)
