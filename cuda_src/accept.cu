@@ -10,11 +10,12 @@
 // accept_f32    the above. Nothing is posted from step `limit` on, whatever is still queued: such a pass changes nothing.
 // accept_begin  before a request's first pass: what accept_f32 leaves behind for the next one.
 //
-// Both leave: history, the id at every position; rows[i].pos = pos + i, and the same as span = {pos, M}; the draft model's state at the
+// Both leave: history, the id at every position; rows[i].pos = pos + i for the R rows of the next pass, and the same as span = {pos, R}; the draft model's state at the
 // target's id and position.
 // The host is told {passes, steps, guesses right, guesses} before the ids themselves, so who sees an id sees the counts of its pass.
 // grid: (any, M) (blocks of a row stride over its logits); block: 256; accept_begin (1), 32. bytes moved: 4·M·rows.
-// PRECOND  M <= 16; text_vocab <= V; counters [M + 1] zero before the first launch; best holds M·gridDim.x pairs; the ring has more
+// A pass of one row, with nothing guessed, is a step: M may be less than R.
+// PRECOND  M <= R <= 16; text_vocab <= V; counters [M + 1] zero before the first launch; best holds M·gridDim.x pairs; the ring has more
 // slots than there are ids that the host has not read. minimum arch: sm_80
 #include "include/choose.cuh"
 
@@ -26,29 +27,29 @@ struct Counts {
 
 DEVICE uint32_t id_of(uint64_t rank) { return uint32_t(rank >> 32) == 0xffffffffu ? BAD_ID : ~uint32_t(rank); }
 
-DEVICE void next_pass(const DecodeState* state, DecodeState* draft, DecodeState* rows, int32_t* span, int M) {
+DEVICE void next_pass(const DecodeState* state, DecodeState* draft, DecodeState* rows, int32_t* span, int R) {
   draft->token = state->token, draft->pos = state->pos;
-  span[0] = state->pos, span[1] = M;
-  for (int i = 0; i < M; i++) rows[i].pos = state->pos + i;
+  span[0] = state->pos, span[1] = R;
+  for (int i = 0; i < R; i++) rows[i].pos = state->pos + i;
 }
 
 KERNEL(32) void
 accept_begin(const DecodeState* state,  // [1]
              DecodeState* draft,        // [1]
-             DecodeState* rows,         // [M]
+             DecodeState* rows,         // [R]
              int32_t* span,             // [2]
              int32_t* history,          // [pos + 1] …
-             int M) {
+             int R) {
   griddep_wait();
   if (threadIdx.x) return;
   history[state->pos] = state->token;
-  next_pass(state, draft, rows, span, M);
+  next_pass(state, draft, rows, span, R);
 }
 
 KERNEL(THREADS) void
 accept_f32(DecodeState* state,          // [1]
            DecodeState* draft,          // [1]
-           DecodeState* rows,           // [M]
+           DecodeState* rows,           // [R]
            int32_t* span,               // [2]
            const int32_t* ids,          // [M]
            int32_t* history,            // [pos + M + 1] …
@@ -61,11 +62,11 @@ accept_f32(DecodeState* state,          // [1]
            Counts* counts,              // [1]
            uint64_t* ring,              // [slots, 2] host memory, as sample.cu's
            uint64_t* told,              // [4] host memory
-           int slots, int M, int V) {
+           int slots, int R, int V) {
   SHARED(ChoiceShared, sh);
   griddep_wait();
   const SampleParams p = *params;
-  const int row = blockIdx.y;
+  const int row = blockIdx.y, M = gridDim.y;
   const uint32_t position = uint32_t(state->pos) + 1 + row;
   uint64_t rank = 0;
   uint32_t hash = 0;
@@ -91,7 +92,7 @@ accept_f32(DecodeState* state,          // [1]
     history[state->pos + n] = int32_t(last);
     state->token = int32_t(last), state->pos += n, state->step = step + n;
     c.right += n - 1, c.guesses += M - 1;
-    next_pass(state, draft, rows, span, M);
+    next_pass(state, draft, rows, span, R);
   }
   *counts = c;
   st_release_sys_u64(told + 0, c.passes);

@@ -11,6 +11,8 @@ from qwen_raw.errors import UsageError
 
 MOST_GUESSES = 15  # a pass verifies one row more
 DEFAULT_GUESSES = 4
+WINDOW = 8  # passes that are judged together
+AGAIN = 64  # steps after which n-grams are tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,19 @@ class Speculation:
 class PassCounts:
     """Of one generation, or since the runner was made."""
 
-    passes: int
+    passes: int  # those that guessed, and single steps
     guesses: int
     right: int
+    steps: int  # passes that did not guess, because guessing did not pay
 
     def since(self, before: PassCounts) -> PassCounts:
         """What was counted after `before`."""
-        return PassCounts(self.passes - before.passes, self.guesses - before.guesses, self.right - before.right)
+        return PassCounts(
+            self.passes - before.passes,
+            self.guesses - before.guesses,
+            self.right - before.right,
+            self.steps - before.steps,
+        )
 
     @property
     def acceptance(self) -> float | None:
@@ -56,14 +64,16 @@ class PassCounts:
 
     @property
     def mean_length(self) -> float | None:
-        """Ids that a pass gave, its own one included."""
-        return 1 + self.right / self.passes if self.passes else None
+        """Ids that a pass which guessed gave, its own one included."""
+        guessed = self.passes - self.steps
+        return 1 + self.right / guessed if guessed else None
 
     def line(self) -> str:
-        """ "63 % of 40 guesses right, 3.5 ids a pass"."""
+        """ "63 % of 40 guesses right, 3.50 ids a pass, off for 64 ids"."""
         if self.acceptance is None or self.mean_length is None:
             return "no guesses"
-        return f"{self.acceptance:.0%} of {self.guesses} guesses right, {self.mean_length:.2f} ids a pass"
+        off = f", off for {self.steps} ids" if self.steps else ""
+        return f"{self.acceptance:.0%} of {self.guesses} guesses right, {self.mean_length:.2f} ids a pass{off}"
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON report."""
@@ -71,6 +81,36 @@ class PassCounts:
             "passes": self.passes,
             "guesses": self.guesses,
             "right": self.right,
+            "steps": self.steps,
             "acceptance": self.acceptance,
             "mean_length": self.mean_length,
         }
+
+
+class Governor:
+    """Whether the next pass guesses. Off while passes give fewer ids than they cost in steps."""
+
+    def __init__(self, cost: float | None, again: int | None) -> None:
+        """`cost`: of a pass, in single steps; None: always guess. `again`: steps until it tries again; None: never."""
+        self._cost, self._again = cost, again
+        self._off = 0  # steps still to go; -1: for good
+        self._from: tuple[int, int] | None = None  # (passes that guessed, guesses right) when the window began
+
+    def guess(self, passes: int, right: int) -> bool:
+        """For the next pass to queue. `passes`: those that have guessed so far; `right`: what they got right."""
+        if self._cost is None:
+            return True
+        if self._off:
+            self._off -= self._off > 0
+            self._from = None
+            return False
+        if self._from is None:
+            self._from = (passes, right)
+        guessed, got = passes - self._from[0], right - self._from[1]
+        if guessed < WINDOW:
+            return True
+        self._from = (passes, right)
+        if 1 + got / guessed >= self._cost:
+            return True
+        self._off = -1 if self._again is None else self._again - 1
+        return False

@@ -71,7 +71,7 @@ def accept_begin(dev: Device, b: PassBuffers, s: Sampler, draft: Buffer) -> None
 
 
 def accept(dev: Device, b: PassBuffers, s: Sampler, draft: Buffer, logits: Buffer) -> None:
-    """Choose after every row of logits f32 [M, V]; post and move on as far as b.ids were right. M: any up to b's."""
+    """Choose after every row of logits f32 [M, V]; post and move on as far as b.ids were right. M <= b's."""
     M, V = logits.shape
     require(1 <= M <= b.ids.shape[0], f"{M} rows of logits, the buffers are for {b.ids.shape[0]}")
     require(s.meeting is None and s.vocab == V, f"logits of {V} ids, the sampler has {s.vocab} on one rank")
@@ -79,5 +79,5 @@ def accept(dev: Device, b: PassBuffers, s: Sampler, draft: Buffer, logits: Buffe
     check_buffer(draft, (4,), I32, "draft state")
     args: list[Arg] = [s.state, draft, b.rows, b.span, b.ids, b.history, logits, s.params, b.best, b.chosen]
     args += [b.counters.view((M + 1,)), b.limit, b.counts, s.ring.buffer, b.told.buffer]
-    args += [np.int32(n) for n in (SLOTS, M, V)]
+    args += [np.int32(n) for n in (SLOTS, b.ids.shape[0], V)]
     dev.launch(dev.kernel(STEM, "accept_f32"), (b.blocks, M, 1), (THREADS, 1, 1), args)

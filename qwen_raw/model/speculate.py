@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from qwen_raw.device import F32, Buffer
@@ -21,6 +22,7 @@ from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.rank import Rank
 
 APART = StepOptions(skip=frozenset({"sample"}), pdl=False)  # a row: its logits, and the state as it was
+STEP = StepOptions(skip=frozenset({"sample"}))
 FILL = StepOptions(skip=frozenset({"head", "sample"}))  # keys and values only
 
 
@@ -106,8 +108,14 @@ def verify_by_chunk(rank: Rank, b: PassBuffers, logits: Buffer) -> None:
     alike.logits(M, logits)
 
 
-Verify = Callable[[Rank, PassBuffers, Buffer], None]
-VERIFY: dict[str, Verify] = {"chunk": verify_by_chunk, "steps": verify_by_steps}
+Verify = Callable[[PassBuffers, Buffer], None]
+
+
+# By name, for a rank and M rows: what queues the logits of a pass.
+VERIFY: dict[str, Callable[[Rank, int], Verify]] = {
+    "chunk": lambda rank, _: partial(verify_by_chunk, rank),
+    "steps": lambda rank, _: partial(verify_by_steps, rank),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +129,11 @@ class Pass:
     logits: Buffer  # f32 [M, V]
 
     @staticmethod
-    def create(rank: Rank, drafter: Drafter, verify: Verify, buffers: PassBuffers) -> Pass:
-        """With logits of its own."""
-        logits = rank.device.empty((buffers.ids.shape[0], rank.shard.whole.V), F32)
-        return Pass(rank, buffers, drafter, verify, logits)
+    def create(rank: Rank, drafter: Drafter, verify: str, buffers: PassBuffers) -> Pass:
+        """With logits of its own. `verify`: one of VERIFY."""
+        M = buffers.ids.shape[0]
+        logits = rank.device.empty((M, rank.shard.whole.V), F32)
+        return Pass(rank, buffers, drafter, VERIFY[verify](rank, M), logits)
 
     def begin(self) -> None:
         """Queue, after the first id of a request has been chosen, what the first pass reads."""
@@ -134,5 +143,12 @@ class Pass:
         """Queue one pass."""
         sampler = self.rank.decode.sampler
         self.drafter.queue(sampler.state, self.buffers)
-        self.verify(self.rank, self.buffers, self.logits)
+        self.verify(self.buffers, self.logits)
         accept(self.rank.device, self.buffers, sampler, self.drafter.state, self.logits)
+
+    def queue_step(self) -> None:
+        """Queue a pass that guesses nothing: a decode step, and accept.cu for the state of the next pass."""
+        rank = self.rank
+        level([rank.step(STEP)])
+        logits = rank.decode.logits.view((1, rank.shard.whole.V))
+        accept(rank.device, self.buffers, rank.decode.sampler, self.drafter.state, logits)

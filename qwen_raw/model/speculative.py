@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,13 +11,13 @@ import numpy as np
 from qwen_raw.device import Device, Graph
 from qwen_raw.errors import QwenRawError, UsageError, close_all
 from qwen_raw.generation.runner import Progress
-from qwen_raw.generation.speculation import PassCounts
+from qwen_raw.generation.speculation import AGAIN, Governor, PassCounts
 from qwen_raw.kernels.accept import PassBuffers
 from qwen_raw.model.assembly import assemble
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.runner import DeviceRunner
-from qwen_raw.model.speculate import VERIFY, Drafter, ModelDrafter, NgramDrafter, Pass
+from qwen_raw.model.speculate import Drafter, ModelDrafter, NgramDrafter, Pass
 
 PASSES_AHEAD = 1  # passes queued beyond the one that the host is waiting for
 
@@ -34,6 +35,7 @@ class SpeculativeRunner(DeviceRunner):
         draft_fp8: bool = False,
         ngram: int | None = None,
         verify: str = "chunk",
+        governed: bool = True,
         max_model_len: int,
         text_vocab: int,
         progress: Progress | None = None,
@@ -41,10 +43,11 @@ class SpeculativeRunner(DeviceRunner):
     ) -> None:
         """`draft`: a checkpoint of the same vocabulary, in fp8 or bf16; else `ngram`. The rest is DeviceRunner's.
 
-        `verify`: how the rows of a pass are computed, one of VERIFY (qwen_raw/model/speculate.py).
+        `verify`: how the rows of a pass are computed, one of VERIFY (qwen_raw/model/speculate.py). `governed`: stop
+        guessing while it does not pay (on a GPU).
         Raises UsageError for a draft model of another vocabulary, QwenRawError where the two do not fit.
         """
-        self._rows = guesses + 1
+        self._rows, self.governed = guesses + 1, governed
         super().__init__(
             [device],
             checkpoint,
@@ -69,26 +72,44 @@ class SpeculativeRunner(DeviceRunner):
             drafter = NgramDrafter(rank, ngram, buffers.no_draft)
         else:
             raise UsageError("speculation takes a draft model or n-grams")
-        self._pass = Pass.create(rank, drafter, VERIFY[verify], buffers)
-        self._graph: Graph | None = self._capture()
+        self._pass = Pass.create(rank, drafter, verify, buffers)
+        self._graphs: tuple[Graph, Graph] | None = self._capture()
+        self._steps = 0  # passes queued that guessed nothing
+        self.cost = self._measure() if device.kind == "cuda" else None
+        self._again = AGAIN if draft is None else None  # a draft model has no keys of what it did not see
         self._note_memory()
 
-    def _capture(self) -> Graph:
-        """The pass as a graph, its kernels loaded by a pass that posts nothing (its limit is step 0)."""
-        device = self.devices[0]
+    def _capture(self) -> tuple[Graph, Graph]:
+        """A pass and a step as graphs, their kernels loaded by ones that post nothing (the limit is step 0)."""
+        device, graphs = self.devices[0], []
         self._pass.drafter.begin([0], 0.0, 0)
         self._pass.begin()
-        self._pass.queue()
-        device.synchronize()
-        with device.capture() as capture:
-            self._pass.queue()
-        return capture.graph
+        for queue in (self._pass.queue, self._pass.queue_step):
+            queue()
+            device.synchronize()
+            with device.capture() as capture:
+                queue()
+            graphs.append(capture.graph)
+        return graphs[0], graphs[1]
+
+    def _measure(self) -> float:
+        """What a pass costs, in steps; by the host's clock, of passes that post nothing."""
+        seconds = []
+        for graph in self._live_graphs():
+            for rounds in (2, 8):
+                begin = time.perf_counter()
+                for _ in range(rounds):
+                    graph.launch()
+                self.devices[0].synchronize()
+                took = (time.perf_counter() - begin) / rounds
+            seconds.append(took)
+        return seconds[0] / seconds[1]
 
     @property
     def speculated(self) -> PassCounts:
         """See Runner: since the runner was made."""
         passes, _, right, guesses = (int(word) for word in self._pass.buffers.told.words)
-        return PassCounts(passes, guesses, right)
+        return PassCounts(passes, guesses, right, self._steps)
 
     def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int) -> Iterator[int]:
         """See Runner. The first id is posted by prefill, the others by passes."""
@@ -104,10 +125,10 @@ class SpeculativeRunner(DeviceRunner):
         self.prompt.queue(ids)
         self._pass.begin()
         self._launched = first + 1
-        queued = self._ended()
+        queued, governor = self._ended(), Governor(self.cost if self.governed else None, self._again)
         try:
             for number in range(first, end):
-                queued = self._queue_passes(queued, number, end)
+                queued = self._queue_passes(governor, queued, number, end)
                 self._first_reads += number == first
                 yield self._read(number, position=len(ids) + number - first)
         finally:
@@ -118,26 +139,40 @@ class SpeculativeRunner(DeviceRunner):
         """Passes that have ended, of all."""
         return int(self._pass.buffers.told.words[0])
 
-    def _queue_passes(self, queued: int, number: int, end: int) -> int:
+    def _queue_passes(self, governor: Governor, queued: int, number: int, end: int) -> int:
         """Queue passes, so that id `number` will come and some work is ahead; how many have been queued, of all."""
-        graph, b = self._live_graph(), self._pass.buffers
+        graphs, b = self._live_graphs(), self._pass.buffers
         ahead = PASSES_AHEAD if self.devices[0].kind == "cuda" else 0  # the simulator works while the host launches
         ended = self._ended()  # before the ids: a pass that ends in between counts as one that has not
         posted = max(self._launched, int(b.told.words[1]))
         while queued - ended < min(1 + ahead, end - posted) and posted - number < self._rows:
-            graph.launch()
+            counts = self.speculated
+            if governor.guess(counts.guesses // (self._rows - 1), counts.right):
+                graphs[0].launch()
+            else:
+                graphs[1].launch()
+                self._steps += 1
             queued += 1
         return queued
 
-    def _live_graph(self) -> Graph:
-        if self._graph is None:
+    def replay_passes(self, context: int, passes: int) -> None:
+        """Queue passes at position `context`, that cost what others do and post nothing: for benches."""
+        rank = self.ranks[0]
+        self._pass.buffers.limit.upload(np.array([0], np.uint32))
+        rank.decode.sampler.set_position(0, context)
+        self._pass.begin()
+        for _ in range(passes):
+            self._live_graphs()[0].launch()
+
+    def _live_graphs(self) -> tuple[Graph, Graph]:
+        if self._graphs is None:
             raise QwenRawError("this runner is closed")
-        return self._graph
+        return self._graphs
 
     def close(self) -> None:
         """See Runner."""
-        if self._graph is None:
+        if self._graphs is None:
             return
-        graph, self._graph = self._graph, None
+        graphs, self._graphs = self._graphs, None
         drafts = [] if self._draft_prompt is None else [self._draft_prompt.close]
-        close_all([graph.close, *drafts, super().close])
+        close_all([*(graph.close for graph in graphs), *drafts, super().close])
