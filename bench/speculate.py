@@ -36,7 +36,8 @@ def cost(dev: CudaDevice, spec: str, way: dict[str, Any], guesses: int, context:
     name, dtype = split_spec(spec)
     model = open_model(name, dtype)
     length = context + STEPS + 64
-    options: dict[str, Any] = {"dtype": dtype, "max_model_len": length, "text_vocab": model.config.V}
+    text_vocab = min(model.config.V, way["draft"].config.V if "draft" in way else model.config.V)  # padding differs
+    options: dict[str, Any] = {"dtype": dtype, "max_model_len": length, "text_vocab": text_vocab}
     runner = SpeculativeRunner(dev, model, guesses=guesses, owns_device=False, **options, **way)
     step = time_ms(dev, lambda: runner.replay(context, STEPS), repeats=repeats).median * 1e3 / STEPS
     passed = time_ms(dev, lambda: runner.replay_passes(context, PASSES), repeats=repeats).median * 1e3 / PASSES
