@@ -9,6 +9,7 @@ import pytest
 from loaders.resolve import open_model, open_tokenizer
 from qwen_raw.errors import QwenRawError, UsageError
 from qwen_raw.generation.sampling import gumbel_noise
+from qwen_raw.generation.speculation import WINDOW
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.speculate import VERIFY
 from qwen_raw.model.speculative import SpeculativeRunner
@@ -127,6 +128,24 @@ def test_the_last_position_and_early_stops(runners: Any) -> None:
     assert list(guessing.generate(ids, **request)) == want
     assert list(guessing.generate(ids, max_tokens=0, temperature=0.0, seed=0)) == []
     assert list(guessing.generate(ids, **request)) == want
+
+
+def test_a_pause_changes_no_id(dev: Any, way: dict[str, Any]) -> None:
+    """A pass that costs more than it can give: after a few, single steps; then, with n-grams, guesses again."""
+    model, ids = open_model(MODEL), [5, 6, 7, 8] * 2
+    length = 400 if dev.kind == "cuda" else 32
+    request = {"max_tokens": length - 10, "temperature": 0.0, "seed": 0}
+    plain = DeviceRunner(dev, model, **options(model, length))
+    runner = SpeculativeRunner(dev, model, guesses=1, verify="steps", **way, **options(model, length))
+    try:
+        runner.cost, before = 9.0, runner.speculated
+        assert list(runner.generate(ids, **request)) == list(plain.generate(ids, **request))
+        counts = runner.speculated.since(before)
+        assert counts.steps > 0 and counts.guesses >= WINDOW
+        assert counts.right + counts.guesses + counts.steps >= request["max_tokens"] - 1
+    finally:
+        runner.close()
+        plain.close()
 
 
 def test_what_does_not_fit_is_refused(dev: Any) -> None:
