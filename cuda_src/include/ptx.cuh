@@ -42,6 +42,17 @@ DEVICE void prefetch_l2(const void* p, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 #endif
 }
+// 16 bytes from global to shared memory without a register, past L1; the hint fetches the whole 128-byte line, of which a warp wants all.
+// `there` false: zeros, and src is not read. The thread that asked may read them after cp_async_wait, others of its warp after a barrier too.
+DEVICE void cp_async_v4(void* dst, const void* src, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(dst))), "l"(src), "r"(there ? 16 : 0) : "memory");
+}
+// Closes a group of copies; cp_async_wait<N> returns when all but the last N groups of this thread have arrived.
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 // Polls and pushes between ranks: volatile is relaxed at system scope, and the compiler may neither drop nor merge it.
 DEVICE uint32_t ld_volatile_u32(const uint32_t* p) {
   uint32_t v;

@@ -54,3 +54,9 @@ DEVICE void unpack_e4m3(float (&f)[4], uint32_t w) {
     f[2 * i + 1] = p.y;
   }
 }
+
+// Two e4m3 in the low half of w → two f16 in a word, exactly.
+DEVICE uint32_t widen_e4m3(uint32_t w) {
+  const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(w), __NV_E4M3);
+  return uint32_t(h.x) | uint32_t(h.y) << 16;
+}

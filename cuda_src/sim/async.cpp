@@ -88,6 +88,26 @@ void land(Block& b, const PendingCopy& c) {
 
 }  // namespace
 
+void copy_async(void* dst, const void* value) {
+  Thread& t = *running_thread();
+  t.copies.push_back({dst, t.copy_group, {}});
+  memcpy(t.copies.back().value, value, 16);
+}
+
+void copy_commit() { running_thread()->copy_group++; }
+
+void* copy_arrived(uint32_t pending, void* value) {
+  Thread& t = *running_thread();
+  if (t.arrived == t.copies.size() || t.copies[t.arrived].group + pending >= t.copy_group) {
+    t.copies.erase(t.copies.begin(), t.copies.begin() + t.arrived);
+    t.arrived = 0;
+    return nullptr;
+  }
+  const AsyncCopy& copy = t.copies[t.arrived++];
+  memcpy(value, copy.value, 16);
+  return copy.dst;
+}
+
 uint32_t shared_address(const void* p, Place place) {
   const Block& b = *running_thread()->block;
   const char* c = static_cast<const char*>(p);

@@ -1,4 +1,4 @@
-// async.h - Hopper's asynchronous machinery: mbarriers, bulk tensor copies, warpgroup products.
+// async.h - asynchronous machinery: a thread's own copies (cp.async), and Hopper's mbarriers, bulk tensor copies, warpgroup products.
 //
 // A copy is done when somebody looks at the barrier that counts it, a product when its warp waits for its group: as late as the rules
 // allow, so that whoever reads too early, or gives a buffer away too early, sees the wrong values.
@@ -19,6 +19,12 @@ constexpr uint32_t TENSOR_MAP_MAGIC = 0x7e4504a9;
 
 // The offset of `p` in the block's dynamic shared memory, which stands for its 32-bit address.
 SIMT_API uint32_t shared_address(const void* p, Place place);
+
+// The running thread's copies of 16 bytes: one more; a group closed; the next copy that has arrived when all but the last `pending` groups
+// have: its value and, returned, its target (nullptr: no more).
+SIMT_API void copy_async(void* dst, const void* value);
+SIMT_API void copy_commit();
+SIMT_API void* copy_arrived(uint32_t pending, void* value);
 
 SIMT_API void mbarrier_init(uint64_t* bar, uint32_t arrivals, Place place);
 SIMT_API void mbarrier_arrive(uint64_t* bar, uint32_t expect_bytes, Place place);

@@ -27,6 +27,20 @@ inline void prefetch_l2(const void* p, uint32_t bytes, SIMT_PLACE) {
   simt::require_memory(p, bytes, place);
 }
 
+// A copy reaches shared memory when its thread waits for its group, and no earlier.
+inline void cp_async_v4(void* dst, const void* src, bool there, SIMT_PLACE) {
+  simt::require_aligned(dst, 16, place);
+  if (there) simt::require_aligned(src, 16, place);
+  const uint4 value = there ? *static_cast<const uint4*>(src) : make_uint4(0, 0, 0, 0);
+  simt::copy_async(dst, &value);
+}
+inline void cp_async_commit() { simt::copy_commit(); }
+template <int N>
+inline void cp_async_wait() {
+  uint4 value;
+  while (void* dst = simt::copy_arrived(N, &value)) *static_cast<uint4*>(dst) = value;
+}
+
 namespace simt {
 template <class T>
 inline T load_as(const void* p, Order order, Place place) {

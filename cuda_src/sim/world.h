@@ -27,6 +27,13 @@ struct Launch;
 // What a thread last did; meaningless while its bit in Warp::ready is set.
 enum class State : uint8_t { RUNNING, BARRIER, COLLECTIVE, POLL, GRID, CLUSTER, DONE };
 
+// A thread's 16 bytes on their way to shared memory, which nobody may see yet.
+struct AsyncCopy {
+  void* dst;
+  uint32_t group;
+  unsigned char value[16];
+};
+
 struct Thread : ThreadView {
   Fiber* fiber = nullptr;  // taken when the thread first runs
   Block* block = nullptr;
@@ -40,6 +47,9 @@ struct Thread : ThreadView {
   uint64_t poll_progress = 0;
   int poll_repeats = 0;
   bool reads_clock = false;  // its polls have a deadline
+  std::vector<AsyncCopy> copies;  // those from `arrived` on are on their way
+  size_t arrived = 0;
+  uint32_t copy_group = 0;  // the group that is open
   bool in_cluster_barrier = false;  // arrived, and has not waited since
   uint32_t cluster_phase = 0;       // in which it arrived
 };

@@ -277,6 +277,14 @@ def halves(name: str, upper: bool) -> Probe:
     return Probe(name, run)
 
 
+def widened(machine: Machine, rng: np.random.Generator) -> Outcome:
+    """Every e4m3 pattern to f16, in any place of a word."""
+    codes = rng.permutation(_BITS8)
+    out = machine.dev.zeros((128,), U32)
+    machine.run("widen_e4m3", [out, machine.dev.array(codes.view(U32)), np.int32(64)])
+    return Output(f16_to_f32(out.download().view(np.uint16))), Output(e4m3_to_f32(codes))
+
+
 def narrows(name: str, lanes: int, convert: Callable[[Array], Array], widen: Callable[[Array], Array]) -> Probe:
     """A conversion from float32. Compared as float32, exactly: of a NaN only that it is one."""
 
@@ -330,6 +338,7 @@ PTX = [
     copies("ld_once_v4", 4),
     *(copies(name, 1) for name in ("ld_volatile_u32", "ld_acquire_sys_u32", "st_volatile_u32", "st_release_sys_u32")),
     copies("settle", 1),
+    *(copies(name, 4) for name in ("cp_async_v4", "cp_async_commit", "cp_async_wait")),
     *(copies(name, 2) for name in ("ld_volatile_v2", "st_volatile_v2")),
     copies("st_release_sys_u64", 1, U64),
     Probe("st_release_sys_u64", host_words, "host"),
@@ -357,6 +366,7 @@ CONVERSIONS = [
     widens("unpack_bf16", U32, 8, _BITS16, bf16_to_f32(_BITS16)),
     widens("unpack_f16", U32, 8, _BITS16, f16_to_f32(_BITS16)),
     widens("unpack_e4m3", U32, 4, _BITS8, e4m3_to_f32(_BITS8)),
+    Probe("widen_e4m3", widened),
     *(narrows(name, lanes, f32_to_bf16, bf16_to_f32) for name, lanes in (("pack_bf16", 2), ("pack_bf16x8", 8))),
     *(narrows(name, lanes, to_f16, f16_to_f32) for name, lanes in (("pack_f16", 2), ("pack_f16x8", 8))),
 ]

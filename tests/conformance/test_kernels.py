@@ -9,11 +9,12 @@ import pytest
 from conformance.kernel_cases import Case, all_cases
 from conformance.machines import Machine, Output, compare
 from conformance.rank_cases import rank_cases
+from conformance.rows_cases import ROWS
 
 from qwen_raw import paths
 from qwen_raw.kernels import compile as nvrtc
 
-CASES = all_cases() + rank_cases()
+CASES = all_cases() + ROWS + rank_cases()
 NewRng = Callable[[], np.random.Generator]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.entry)
 

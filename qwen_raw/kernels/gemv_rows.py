@@ -1,0 +1,249 @@
+"""Launchers of include/gemv_rows.cuh's kernels, shared by gemv_rows_bf16 and gemv_rows_fp8: 1 to 16 tokens at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qwen_raw.device import BF16, F32, I32, U32, Arg, Buffer, Device
+from qwen_raw.errors import QwenRawError, require
+from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
+
+WARP = 32
+MAX_ROWS = 16
+MAX_SPLITS = 16
+MAX_RANGES = 1024
+# As in include/gemv_mma.cuh and gemv_rows.cuh.
+MOST_WARPS = 8
+RING_BYTES = 512  # of shared memory, a thread
+SUMS_PER_COLUMN = 20
+TILE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowsWorkspace:
+    """Where blocks that share a range of rows meet: for one launch at a time on one stream."""
+
+    sums: Buffer  # f32
+    counters: Buffer  # uint32, zero between launches
+
+    @classmethod
+    def create(cls, dev: Device, sums: int) -> RowsWorkspace:
+        """`sums`: the largest S·M·N of the products to come."""
+        return cls(dev.empty((sums + MAX_RANGES * MAX_SPLITS * MAX_ROWS,), F32), dev.zeros((MAX_RANGES,), U32))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one product is divided: S splits of K_block, R ranges of rows, `warps` a block, groups of G tiles."""
+
+    tokens: int
+    S: int
+    K_block: int
+    warps: int
+    R: int
+    G: int
+    smem: int
+
+
+@dataclass(frozen=True, slots=True)
+class GemvRows:
+    """One weight type's kernels."""
+
+    stem: str
+    fp8: bool
+
+    def tokens(self, M: int, normed: bool) -> int:
+        """The smallest variant for M rows."""
+        require(1 <= M <= MAX_ROWS, f"{M} rows: these kernels take 1 to {MAX_ROWS}")
+        return next(t for t in ((4, 8, 16) if normed else (8, 16)) if t >= M)
+
+    def plan(
+        self,
+        dev: Device,
+        kernel: object,
+        units: int,
+        rows_per_unit: int,
+        K: int,
+        tokens: int,
+        normed: bool,
+        R: int | None,
+    ) -> Plan:
+        """The division of a product over the device."""
+        columns = tokens * (2 if normed else 1)
+        warp_k = (64 if tokens == 4 else 128) * 64 // columns
+        stretch = 128 // (1 if self.fp8 else 2)
+        S = -(-K // (warp_k * MOST_WARPS))
+        K_block = -(-K // (S * stretch)) * stretch
+        S = -(-K // K_block)
+        require(S <= MAX_SPLITS, f"rows of {K} weights need {S} splits, at most {MAX_SPLITS} are possible")
+        warps = -(-K_block // warp_k)
+        for per_sm in range(max(1, MOST_WARPS // warps), 0, -1):
+            ranges = min(units, MAX_RANGES, R or max(1, dev.sm_count * per_sm // S))
+            rows = -(-units // ranges) * rows_per_unit
+            tiles = -(-rows // TILE_ROWS)
+            for G in (4, 2, 1):
+                G = min(G, tiles)
+                sums = (2 if tiles > G else 1) * warps * G * tokens * SUMS_PER_COLUMN
+                smem = RING_BYTES * warps * WARP + (2 * K_block if normed else 0)
+                smem += (sums + (warps + 1) * MAX_ROWS + 2 * rows) * 4
+                resident = dev.resident_blocks(kernel, warps * WARP, smem)  # type: ignore[arg-type]
+                if resident >= per_sm or (R and resident):
+                    return Plan(tokens, S, K_block, warps, ranges, G, smem)
+        raise QwenRawError(f"{self.stem}: {units} units, rows of {K}: no block fits a multiprocessor")
+
+    def _launch(
+        self,
+        dev: Device,
+        op: str,
+        M: int,
+        units: int,
+        rows_per_unit: int,
+        K: int,
+        args: list[Arg],
+        dims: list[Arg],
+        ws: RowsWorkspace,
+        pdl: bool,
+        R: int | None,
+    ) -> None:
+        normed = op in ("swiglu", "qkv", "logits")
+        tokens = self.tokens(M, normed)
+        kernel = dev.kernel(self.stem, f"gemv_rows_{op}_{'fp8' if self.fp8 else 'bf16'}_m{tokens}")
+        p = self.plan(dev, kernel, units, rows_per_unit, K, tokens, normed, R)
+        need = p.S * (M * units * rows_per_unit + p.R * MAX_ROWS) if p.S > 1 else 0
+        have = ws.sums.shape[0]
+        require(need <= have, f"gemv_rows_{op}: a workspace of {have} floats, {need} are needed")
+        division: list[Arg] = [ws.sums, ws.counters, *(np.int32(n) for n in (p.S, p.K_block, p.G))]
+        grid, block = (p.R * p.S, 1, 1), (p.warps * WARP, 1, 1)
+        dev.launch(kernel, grid, block, [*args, *division, *dims], smem=p.smem, pdl=pdl)
+
+    def _weights(self, *linears: Linear) -> list[Arg]:
+        """Kernel arguments of the weights: each followed by its scale when the type has one."""
+        args: list[Arg] = []
+        for w in linears:
+            check_linear(w, self.fp8)
+            args.append(w.weight)
+            if w.scale is not None:
+                args.append(w.scale)
+        return args
+
+    def add(
+        self,
+        dev: Device,
+        h: Buffer,
+        x: Buffer,
+        w: Linear,
+        ws: RowsWorkspace,
+        *,
+        pdl: bool = False,
+        R: int | None = None,
+    ) -> None:
+        """h f32 [M, N] += X·Wᵀ, x bf16 [M, K]."""
+        M = x.shape[0]
+        check_buffer(h, (M, w.N), F32, "h")
+        check_buffer(x, (M, w.K), BF16, "x")
+        dims: list[Arg] = [np.int32(n) for n in (w.N, M, w.K)]
+        self._launch(dev, "add", M, w.N, 1, w.K, [h, x, *self._weights(w)], dims, ws, pdl, R)
+
+    def store(
+        self,
+        dev: Device,
+        y: Buffer,
+        x: Buffer,
+        w: Linear,
+        ws: RowsWorkspace,
+        *,
+        pdl: bool = False,
+        R: int | None = None,
+    ) -> None:
+        """y bf16 [M, N] = X·Wᵀ, x bf16 [M, K]: one rank's share of a row-parallel product."""
+        M = x.shape[0]
+        check_buffer(y, (M, w.N), BF16, "y")
+        check_buffer(x, (M, w.K), BF16, "x")
+        dims: list[Arg] = [np.int32(n) for n in (w.N, M, w.K)]
+        self._launch(dev, "store", M, w.N, 1, w.K, [y, x, *self._weights(w)], dims, ws, pdl, R)
+
+    def swiglu(
+        self,
+        dev: Device,
+        act: Buffer,
+        h: Buffer,
+        g: Buffer,
+        gate: Linear,
+        up: Linear,
+        eps: float,
+        ws: RowsWorkspace,
+        *,
+        pdl: bool = False,
+        R: int | None = None,
+    ) -> None:
+        """act bf16 [M, I] = silu(X̂·Wgᵀ)·(X̂·Wuᵀ), X̂ = RMSNorm(h f32 [M, K], g bf16 [K])."""
+        require((gate.N, gate.K) == (up.N, up.K), f"gate is {gate.weight.shape}, up is {up.weight.shape}")
+        M = h.shape[0]
+        check_buffer(act, (M, gate.N), BF16, "act")
+        check_buffer(h, (M, gate.K), F32, "h")
+        check_buffer(g, (gate.K,), BF16, "g")
+        dims: list[Arg] = [np.int32(gate.N), np.int32(M), np.int32(gate.K), np.float32(eps)]
+        self._launch(dev, "swiglu", M, gate.N, 2, gate.K, [act, h, g, *self._weights(gate, up)], dims, ws, pdl, R)
+
+    def qkv(
+        self,
+        dev: Device,
+        q: Buffer,
+        k_cache: Buffer,
+        v_cache: Buffer,
+        h: Buffer,
+        g: Buffer,
+        w: Linear,
+        bias: Buffer,
+        rope: Buffer,
+        pos: Buffer,
+        eps: float,
+        ws: RowsWorkspace,
+        *,
+        pdl: bool = False,
+        R: int | None = None,
+    ) -> None:
+        """q bf16 [M, H, HD], and rows pos … pos + M - 1 of both caches [KV, max_len, HD], from h f32 [M, K].
+
+        bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}; pos int32 [1] on the device, pos + M at most max_len.
+        """
+        (M, H, HD), (KV, max_len, _) = q.shape, k_cache.shape
+        require(
+            w.N == (H + 2 * KV) * HD, f"QKV weight has {w.N} rows, {H} + 2·{KV} heads of {HD} need {(H + 2 * KV) * HD}"
+        )
+        require(HD >= 2 and HD & (HD - 1) == 0, f"head_dim {HD} is not a power of two")
+        require(max_len >= M, f"{M} rows, the cache holds {max_len}")
+        check_buffer(q, (M, H, HD), BF16, "q")
+        check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
+        check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
+        check_buffer(h, (M, w.K), F32, "h")
+        check_buffer(g, (w.K,), BF16, "g")
+        check_buffer(bias, (w.N,), F32, "bias")
+        check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
+        require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
+        args = [q, k_cache, v_cache, h, g, *self._weights(w), bias, rope, pos]
+        dims: list[Arg] = [np.int32(n) for n in (H, KV, HD.bit_length() - 2, max_len, M, w.K)]
+        self._launch(dev, "qkv", M, w.N // 2, 2, w.K, args, [*dims, np.float32(eps)], ws, pdl, R)
+
+    def logits(
+        self,
+        dev: Device,
+        out: Buffer,
+        h: Buffer,
+        g: Buffer,
+        w: Linear,
+        eps: float,
+        ws: RowsWorkspace,
+        *,
+        pdl: bool = False,
+        R: int | None = None,
+    ) -> None:
+        """out f32 [M, V] = RMSNorm(h f32 [M, K], g bf16 [K])·Wᵀ."""
+        M = h.shape[0]
+        check_buffer(out, (M, w.N), F32, "logits")
+        check_buffer(h, (M, w.K), F32, "h")
+        check_buffer(g, (w.K,), BF16, "g")
+        dims: list[Arg] = [np.int32(w.N), np.int32(M), np.int32(w.K), np.float32(eps)]
+        self._launch(dev, "logits", M, w.N, 1, w.K, [out, h, g, *self._weights(w)], dims, ws, pdl, R)
