@@ -34,7 +34,7 @@ class SpeculativeRunner(DeviceRunner):
         draft: CheckpointLike | None = None,
         draft_fp8: bool = False,
         ngram: int | None = None,
-        verify: str = "chunk",
+        verify: str = "rows",
         governed: bool = True,
         max_model_len: int,
         text_vocab: int,

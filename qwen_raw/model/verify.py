@@ -1,0 +1,59 @@
+"""The verification of a speculative pass: logits after each of M ids, in one run through the weights.
+
+A decode step for M rows: the same launches, with products of include/gemv_rows.cuh and attention of M tokens. Ids and
+the position of the first are read from device memory; keys and values of all M positions are appended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qwen_raw.device import Buffer
+from qwen_raw.kernels.accept import PassBuffers
+from qwen_raw.kernels.attn_decode import Workspace, attn_decode
+from qwen_raw.kernels.embed import embed
+from qwen_raw.kernels.gemv_rows import GemvRows, RowsWorkspace
+from qwen_raw.kernels.gemv_rows_bf16 import GEMV_ROWS as ROWS_BF16
+from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as ROWS_FP8
+from qwen_raw.model.rank import Rank
+
+LEAST_SPLIT = 4096  # weights of a row that one block takes at least: what the workspace's size follows from
+
+
+@dataclass(frozen=True, slots=True)
+class RowsVerifier:
+    """For one rank and M rows; activations are the prefill's, whose work is never under way at the same time."""
+
+    rank: Rank
+    M: int
+    attention: Workspace
+    products: RowsWorkspace
+
+    @staticmethod
+    def create(rank: Rank, M: int) -> RowsVerifier:
+        """With workspaces of its own."""
+        c, dev = rank.shard.local, rank.device
+        shapes = ((c.D, c.I), (2 * c.I, c.D), ((c.H + 2 * c.KV) * c.HD, c.D), (c.V, c.D), (c.D, c.H * c.HD))
+        sums = max((K // LEAST_SPLIT + 1) * M * N for N, K in shapes)
+        attention = Workspace.create(dev, c.H, c.KV, c.HD, rank.cache.max_len, T=M)
+        return RowsVerifier(rank, M, attention, RowsWorkspace.create(dev, sums))
+
+    def queue(self, b: PassBuffers, logits: Buffer) -> None:
+        """logits f32 [M, V] after every row of b.ids, whose first is at b.span's position.
+
+        The embedding is an ordinary launch: attention, a dependent one, reads the position before its predecessor ends.
+        """
+        rank, M, ws = self.rank, self.M, self.products
+        dev, c, w, p = rank.device, rank.shard.local, rank.weights, rank.prefill
+        h, q, attn = p.h.view((M, c.D)), p.q.view((M, c.H, c.HD)), p.attn.view((M, c.H, c.HD))
+        act, pos, pdl = p.act.view((M, c.I)), b.span.view((1,)), not rank.shares_gpu
+        rows: GemvRows = ROWS_FP8 if w.fp8 else ROWS_BF16
+        embed(dev, h, w.embed, b.ids)
+        for layer, k, v in zip(w.layers, rank.cache.k, rank.cache.v, strict=True):
+            bias, rope, eps = layer.qkv_bias, rank.rope, c.rms_eps
+            rows.qkv(dev, q, k, v, h, layer.norm1, layer.qkv, bias, rope, pos, eps, ws, pdl=pdl)
+            attn_decode(dev, attn, q, k, v, pos, self.attention, pdl=pdl)
+            rows.add(dev, h, attn.view((M, c.H * c.HD)), layer.o, ws, pdl=pdl)
+            rows.swiglu(dev, act, h, layer.norm2, layer.gate, layer.up, eps, ws, pdl=pdl)
+            rows.add(dev, h, act, layer.down, ws, pdl=pdl)
+        ROWS_BF16.logits(dev, logits, h, w.norm, w.head, c.rms_eps, ws, pdl=pdl)
