@@ -30,9 +30,9 @@ from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.device import BF16, Buffer, Device
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError
-from qwen_raw.kernels.gemm import Gemm
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.linear import Linear
+from qwen_raw.kernels.products import RowProducts
 from qwen_raw.kernels.sample import Sampler
 from qwen_raw.model.assembly import check_memory
 from qwen_raw.model.decode import level
@@ -109,7 +109,7 @@ class Unsummed:
         """As under tensor parallelism."""
         gemv.store(self.device, self.share, x, w, pdl=pdl)
 
-    def products(self, gemm: Gemm, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
         """As under tensor parallelism."""
         gemm.store(self.device, spare, a, w)
 
@@ -135,7 +135,7 @@ def lone_rank(device: Device, checkpoint: CheckpointLike, tp: int, *, fp8: bool,
         KVCache.create(device, shard.local, length),
         device_rope_table(device, shard.local, length),
         DecodeBuffers.create(device, shard.local, length, sampler),
-        PrefillBuffers.create(device, shard.local, length),
+        PrefillBuffers.create(device, shard.local, length, fp8=fp8, pdl=True),
         residual,
     )
 

@@ -71,8 +71,9 @@ uint32_t box_bytes(const SimTensorMap& m) {
 }
 
 // What the instruction requires of its operands (PTX, "Tensors").
-void require_copy(const SimTensorMap& m, uint32_t rank, uint32_t dst, Block& b, Place place) {
+void require_copy(const SimTensorMap& m, uint32_t rank, const int* at, uint32_t dst, Block& b, Place place) {
   if (m.magic != TENSOR_MAP_MAGIC) fail(place, "tma_load: this is no tensor map");
+  if (at[0] * int(m.item) % 16) fail(place, "tma_load from element %d: not a whole pack of 16 bytes", at[0]);
   if (m.rank != rank) fail(place, "tma_load_%ud with a tensor map of %u dimensions", rank, m.rank);
   if (dst % (m.swizzle ? 1024 : 128)) fail(place, "tma_load: destination at %u, not aligned to %d bytes", dst, m.swizzle ? 1024 : 128);
   if (dst + box_bytes(m) > b.launch->smem)
@@ -157,7 +158,7 @@ void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const in
   c.dst = shared_address(dst, place);
   c.bar = bar;
   require_barrier(bar, place);
-  require_copy(c.map, rank, c.dst, b, place);
+  require_copy(c.map, rank, at, c.dst, b, place);
   std::copy(at, at + rank, c.at);
   each_piece(c.map, c.at, c.dst, [&](uint32_t offset, uint32_t, const char* source, uint32_t bytes) {
     require_memory(source, bytes, place);

@@ -23,6 +23,11 @@ class Linear:
     def K(self) -> int:
         return self.weight.shape[1]
 
+    def rows(self, first: int, n: int) -> Linear:
+        """Rows first … first + n - 1, in the same memory."""
+        scale = None if self.scale is None else self.scale.view((n,), first)
+        return Linear(self.weight.view((n, self.K), first * self.K), scale)
+
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (self.scale.nbytes if self.scale else 0)

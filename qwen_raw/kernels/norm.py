@@ -19,6 +19,16 @@ def rmsnorm(dev: Device, out: Buffer, h: Buffer, g: Buffer, eps: float) -> None:
     dev.launch(dev.kernel(STEM, "rmsnorm_f32"), (T, 1, 1), (256, 1, 1), [out, h, g, np.int32(D), np.float32(eps)])
 
 
+def rmsnorm_bf16(dev: Device, out: Buffer, h: Buffer, g: Buffer, eps: float) -> None:
+    """out bf16 [T, D] = RMSNorm(h f32 [T, D])·g bf16 [D]."""
+    T, D = h.shape
+    require(D % 8 == 0, f"hidden size {D} is not a multiple of 8")
+    check_buffer(out, (T, D), BF16, "out")
+    check_buffer(h, (T, D), F32, "h")
+    check_buffer(g, (D,), BF16, "g")
+    dev.launch(dev.kernel(STEM, "rmsnorm_bf16"), (T, 1, 1), (256, 1, 1), [out, h, g, np.int32(D), np.float32(eps)])
+
+
 def rmsnorm_split(dev: Device, hi: Buffer, lo: Buffer, h: Buffer, g: Buffer, eps: float) -> None:
     """hi + lo = RMSNorm(h f32 [T, D])·g bf16 [D] to about 16 bits, both bf16 [T, D]."""
     T, D = h.shape

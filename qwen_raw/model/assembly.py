@@ -52,7 +52,10 @@ def assemble(
         weights.append(load_weights(device, checkpoint, part, fp8=fp8, progress=_section(progress, done, total)))
         done += weight_bytes(part, fp8)
     samplers = create_samplers(devices, parts, limit_ns)
-    prefill = [PrefillBuffers.create(device, part.local, max_len) for device, part in zip(devices, parts, strict=True)]
+    prefill = [
+        PrefillBuffers.create(device, part.local, max_len, fp8=fp8, pdl=ranks_on_gpu(devices, rank) == 1)
+        for rank, (device, part) in enumerate(zip(devices, parts, strict=True))
+    ]
     residuals = _residuals(devices, checkpoint.config, prefill[0].chunk, comm, limit_ns)
     return [
         Rank(

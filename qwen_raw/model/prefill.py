@@ -17,10 +17,8 @@ from qwen_raw.config import ModelConfig
 from qwen_raw.device import Buffer, Device
 from qwen_raw.kernels.attn_prefill import attn_prefill
 from qwen_raw.kernels.embed import embed
-from qwen_raw.kernels.gemm import Gemm
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
-from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
-from qwen_raw.kernels.norm import rmsnorm, rmsnorm_split
+from qwen_raw.kernels.norm import rmsnorm_split
 from qwen_raw.model.residual import Residual
 from qwen_raw.model.state import KVCache, PrefillBuffers
 from qwen_raw.model.weights import Layer, Weights
@@ -35,21 +33,20 @@ def prefill_layer(
     rope: Buffer,
     b: PrefillBuffers,
     rows: int,
-    gemm: Gemm,
     residual: Residual,
     reduce: bool,
 ) -> Iterator[None]:
     """b.h[:rows] → b.h[:rows]; keys and values of the tokens that b.span says into the cache."""
-    h, n, span = b.h.view((rows, c.D)), b.n.view((rows, c.D)), b.span
+    h, n, span, gemm = b.h.view((rows, c.D)), b.n.view((rows, c.D)), b.span, b.products
     q, attn, act = b.q.view((rows, c.H, c.HD)), b.attn.view((rows, c.H, c.HD)), b.act.view((rows, c.I))
-    rmsnorm(dev, n, h, layer.norm1, c.rms_eps)
+    gemm.norm(dev, n, h, layer.norm1, c.rms_eps)
     gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, span)
     attn_prefill(dev, attn, q, k_cache, v_cache, span)
     residual.products(gemm, h, attn.view((rows, c.H * c.HD)), layer.o, n)  # n has been used: it takes ranks' shares
     if reduce:
         residual.reduce(h, spare=n)
     yield
-    rmsnorm(dev, n, h, layer.norm2, c.rms_eps)
+    gemm.norm(dev, n, h, layer.norm2, c.rms_eps)
     gemm.swiglu(dev, act, n, layer.gate, layer.up)
     residual.products(gemm, h, act, layer.down, n)
     if reduce:
@@ -75,9 +72,8 @@ def prefill_chunk(
     so many layers: to load kernels.
     """
     embed(dev, b.h.view((rows, c.D)), w.embed, b.ids(rows))
-    gemm = GEMM_FP8 if w.fp8 else GEMM_BF16
     for layer, k, v in islice(zip(w.layers, cache.k, cache.v, strict=True), layers):
-        yield from prefill_layer(dev, c, layer, k, v, rope, b, rows, gemm, residual, reduce)
+        yield from prefill_layer(dev, c, layer, k, v, rope, b, rows, residual, reduce)
 
 
 def all_logits(dev: Device, c: ModelConfig, w: Weights, b: PrefillBuffers, h: Buffer, out: Buffer) -> None:

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from qwen_raw.comm.reduce import Reducer
 from qwen_raw.device import Buffer, Device
-from qwen_raw.kernels.gemm import Gemm
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.linear import Linear
+from qwen_raw.kernels.products import RowProducts
 
 
 class Residual(Protocol):
@@ -23,7 +23,7 @@ class Residual(Protocol):
     def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
         """One token: queue this rank's W·x, x bf16 [K], on its way to h f32 [D]."""
 
-    def products(self, gemm: Gemm, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
         """T tokens: queue this rank's A·Wᵀ, A bf16 [T, K], on its way to h f32 [T, D]; `spare`: bf16 [T, D]."""
 
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
@@ -48,7 +48,7 @@ class Alone:
         """See Residual."""
         gemv.add(self.device, h, x, w, pdl=pdl)
 
-    def products(self, gemm: Gemm, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
         """See Residual."""
         gemm.add(self.device, h, a, w)
 
@@ -73,7 +73,7 @@ class Summed:
         """See Residual."""
         gemv.store(self.device, self.share, x, w, pdl=pdl)
 
-    def products(self, gemm: Gemm, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
         """See Residual."""
         gemm.store(self.device, spare, a, w)
 

@@ -12,7 +12,9 @@ import numpy as np
 
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, F32, I32, Buffer, Device
+from qwen_raw.kernels import products
 from qwen_raw.kernels.attn_decode import Workspace
+from qwen_raw.kernels.products import Products
 from qwen_raw.kernels.sample import Sampler
 from qwen_raw.model.rope import rope_table
 from qwen_raw.model.shard import Shard
@@ -74,10 +76,12 @@ class PrefillBuffers:
     q: Buffer  # bf16 [chunk, H, HD]
     attn: Buffer  # bf16 [chunk, H, HD]
     act: Buffer  # bf16 [chunk, I]
+    products: Products  # the kernels that this device multiplies with
     chunk: int
 
     @staticmethod
-    def create(dev: Device, c: ModelConfig, max_len: int) -> PrefillBuffers:
+    def create(dev: Device, c: ModelConfig, max_len: int, *, fp8: bool, pdl: bool) -> PrefillBuffers:
+        """`fp8`: of the weights; `pdl`: dependent launches."""
         T = min(CHUNK, max_len)
         return PrefillBuffers(
             request=dev.zeros((4 + T,), I32),
@@ -87,6 +91,7 @@ class PrefillBuffers:
             q=dev.empty((T, c.H, c.HD), BF16),
             attn=dev.zeros((T, c.H, c.HD), BF16),  # padding is never written
             act=dev.empty((T, c.I), BF16),
+            products=products.create(dev, c, T, fp8=fp8, pdl=pdl),
             chunk=T,
         )
 
@@ -115,7 +120,7 @@ def device_rope_table(dev: Device, c: ModelConfig, max_len: int) -> Buffer:
 def state_bytes(c: ModelConfig, max_len: int) -> int:
     """Device bytes of everything here, the small buffers left out."""
     T = min(CHUNK, max_len)
-    row = c.D * 8 + 2 * c.H * c.HD * 2 + c.I * 2
+    row = c.D * 8 + 2 * c.H * c.HD * 2 + c.I * 2 + max(c.D, c.I, c.H * c.HD)  # the last: e4m3 inputs
     return c.kv_bytes_per_token() * max_len + max_len * c.HD * 4 + T * row
 
 

@@ -90,6 +90,7 @@ def _load_layer(load: WeightLoader, shard: Shard, prefix: str) -> Layer:
         Part.of_rows(f"{prefix}self_attn.k_proj", (c.KV * c.HD, c.D), kv),
         Part.of_rows(f"{prefix}self_attn.v_proj", (c.KV * c.HD, c.D), kv),
     ]
+    gate_up = load.linear([Part.of_rows(f"{prefix}mlp.{name}_proj", (c.I, c.D), inner) for name in ("gate", "up")])
     o = Part.of_columns(f"{prefix}self_attn.o_proj", (c.D, c.H * c.HD), shard.head_rows(shard.heads))
     return Layer(
         norm1=load.vector(f"{prefix}input_layernorm.weight", c.D),
@@ -97,7 +98,7 @@ def _load_layer(load: WeightLoader, shard: Shard, prefix: str) -> Layer:
         qkv_bias=load.biases(qkv),
         o=load.linear([o]),
         norm2=load.vector(f"{prefix}post_attention_layernorm.weight", c.D),
-        gate=load.linear([Part.of_rows(f"{prefix}mlp.gate_proj", (c.I, c.D), inner)]),
-        up=load.linear([Part.of_rows(f"{prefix}mlp.up_proj", (c.I, c.D), inner)]),
+        gate=gate_up.rows(0, len(inner)),
+        up=gate_up.rows(len(inner), len(inner)),
         down=load.linear([Part.of_columns(f"{prefix}mlp.down_proj", (c.D, c.I), inner)]),
     )

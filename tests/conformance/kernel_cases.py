@@ -29,7 +29,7 @@ from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
 from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
 from qwen_raw.kernels.last_row import last_row
-from qwen_raw.kernels.norm import rmsnorm, rmsnorm_split
+from qwen_raw.kernels.norm import rmsnorm, rmsnorm_bf16, rmsnorm_split
 from qwen_raw.kernels.quantize import quantize_rows
 from qwen_raw.kernels.sample import Sampler, sample
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
@@ -296,6 +296,14 @@ def run_rmsnorm(machine: Machine, rng: np.random.Generator) -> Outputs:
     return {"out": rounded(out.download(), f16=True)}
 
 
+def run_rmsnorm_bf16(machine: Machine, rng: np.random.Generator) -> Outputs:
+    dev = machine.dev
+    h, g = dev.array(fp32(rng, 5, 2048)), dev.array(bf16_input(rng, 2048)[0])
+    out = dev.zeros((5, 2048), BF16)
+    rmsnorm_bf16(dev, out, h, g, EPS)
+    return {"out": rounded(out.download())}
+
+
 def run_rmsnorm_split(machine: Machine, rng: np.random.Generator) -> Outputs:
     """The halves may split a value differently; their sum moves by one unit of the lower half, 2^-16, seldom.
 
@@ -417,6 +425,7 @@ def all_cases() -> list[Case]:
         Case("synthetic_bf16", run_synthetic_bf16),
         Case("synthetic_e4m3", run_synthetic_e4m3),
         Case("rmsnorm_f32", run_rmsnorm),
+        Case("rmsnorm_bf16", run_rmsnorm_bf16),
         Case("rmsnorm_split_f32", run_rmsnorm_split),
         Case("sample_f32", run_sample),
         Case("draft_row", run_draft_row),

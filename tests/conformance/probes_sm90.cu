@@ -54,7 +54,7 @@ PROBE_MBARRIER(mbarrier_try_wait)
 #define PROBE_BOXES(wrapper, load)                                                                \
   KERNEL(128) void probe_##wrapper(uint4* out, BY_VALUE TensorMap map, const int* at, int boxes, int bytes) { TAKE_BOXES(load) }
 PROBE_BOXES(tma_load_2d, tma_load_2d(buffer, map, bar, c[0], c[1]))
-PROBE_BOXES(tma_load_5d, tma_load_5d(buffer, map, bar, c[0], c[1], c[2], c[3], c[4]))
+PROBE_BOXES(tma_load_3d, tma_load_3d(buffer, map, bar, c[0], c[1], c[2]))
 PROBE_BOXES(mbarrier_arrive_expect_tx, tma_load_2d(buffer, map, bar, c[0], c[1]))
 PROBE_BOXES(tensor_map_prefetch, (tensor_map_prefetch(map), tma_load_2d(buffer, map, bar, c[0], c[1])))
 
@@ -126,7 +126,9 @@ DEVICE void product(float* out, const TensorMap& a, const TensorMap& b, const fl
     product<REGS>(out, a, b, c, groups, [](float(&d)[REGS], uint64_t x, uint64_t y, int add) { multiply(d, x, y, add); });      \
   }
 #define PROBE_WGMMA(wrapper, n, REGS) PRODUCT(wrapper##_n##n, wrapper, REGS)
+PROBE_WGMMA(wgmma_bf16, 8, 4)
 PROBE_WGMMA(wgmma_bf16, 16, 8)
+PROBE_WGMMA(wgmma_bf16, 32, 16)
 PROBE_WGMMA(wgmma_bf16, 64, 32)
 PROBE_WGMMA(wgmma_bf16, 128, 64)
 PROBE_WGMMA(wgmma_bf16, 192, 96)
@@ -134,7 +136,9 @@ PROBE_WGMMA(wgmma_bf16, 224, 112)
 PROBE_WGMMA(wgmma_bf16, 256, 128)
 PROBE_WGMMA(wgmma_f16, 64, 32)
 PROBE_WGMMA(wgmma_f16, 256, 128)
+PROBE_WGMMA(wgmma_e4m3, 8, 4)
 PROBE_WGMMA(wgmma_e4m3, 16, 8)
+PROBE_WGMMA(wgmma_e4m3, 32, 16)
 PROBE_WGMMA(wgmma_e4m3, 128, 64)
 PROBE_WGMMA(wgmma_e4m3, 256, 128)
 // The same of what belongs to every product.

@@ -51,9 +51,8 @@ def boxes(name: str, item: int) -> Probe:
         source = dev.array(data.view(BF16 if item == 2 else E4M3))
         shape = BoxShape((columns, rows), (columns * item,), (ROW // item, high))
         at = np.zeros((6, 5), np.int32)
-        at[:, :2] = [(0, 0), (ROW // item, 8), (8, 30), (-8, -5), (columns, 0), (3, 17)]
-        if item == 2:
-            at[5, 0] = 5  # an odd column: boxes begin anywhere
+        pack = 16 // item  # boxes begin at whole packs
+        at[:, :2] = [(0, 0), (ROW // item, 8), (pack, 30), (-pack, -5), (columns, 0), (3 * pack, 17)]
         padded = np.zeros((rows + 2 * high, columns * item + 4 * ROW), np.uint8)
         padded[high : high + rows, ROW : ROW + columns * item] = data
         want = []
@@ -65,27 +64,20 @@ def boxes(name: str, item: int) -> Probe:
     return Probe(name, run, f"{8 * item} bits")
 
 
-def pairs(name: str) -> Probe:
-    """Five dimensions as the kernels use them: 8 rows, their partners, the next 8, the next head; tails."""
-
-    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
-        dev, K, half, heads = machine.dev, 72, 24, 3
-        data = rng.integers(0, 1 << 16, (heads, 2, half // 8, 8, K), dtype=np.uint16)
-        row = K * 2
-        shape = BoxShape(
-            (K, 8, 2, half // 8, heads), (row, half * row, 8 * row, 2 * half * row), (ROW // 2, 8, 2, 2, 1)
-        )
-        at = np.array([(0, 0, 0, 0, 0), (64, 0, 0, 2, 1), (8, 0, 0, 1, 2), (0, 0, 0, 2, 3)], np.int32)
-        padded = np.zeros((heads + 1, 2, half // 8 + 2, 8, K + 64), np.uint16)
-        padded[:heads, :, : half // 8, :, :K] = data
-        want = [
-            swizzle(np.ascontiguousarray(padded[v, :, u : u + 2, :, x : x + 64].transpose(1, 0, 2, 3)).view(np.uint8))
-            for x, _, _, u, v in at
-        ]
-        source = dev.array(data)
-        return take(machine, name, dev.tensor_map([source], shape), at, 32, np.array(want).reshape(len(at), 32, ROW))
-
-    return Probe(name, run)
+def planes(machine: Machine, rng: np.random.Generator) -> Outcome:
+    """Three dimensions: boxes that end inside a plane do not run into the next one."""
+    dev, (depth, rows, K) = machine.dev, (3, 19, 72)
+    data = rng.integers(0, 1 << 16, (depth, rows, K), dtype=np.uint16)
+    shape = BoxShape((K, rows, depth), (2 * K, 2 * K * rows), (ROW // 2, 8, 2))
+    at = np.array([(0, 0, 0, 0, 0), (64, 8, 1, 0, 0), (8, 16, 2, 0, 0), (0, -3, 0, 0, 0)], np.int32)
+    padded = np.zeros((depth + 2, rows + 16, K + 64), np.uint16)
+    padded[:depth, 8 : rows + 8, :K] = data
+    want = [
+        swizzle(np.ascontiguousarray(padded[z : z + 2, y + 8 : y + 16, x : x + 64]).view(np.uint8).reshape(-1, ROW))
+        for x, y, z, _, _ in at
+    ]
+    source = dev.array(data)
+    return take(machine, "tma_load_3d", dev.tensor_map([source], shape), at, 16, np.array(want))
 
 
 def take(machine: Machine, name: str, tensor_map: TensorMap, at: Array, rows: int, want: Array) -> Outcome:
@@ -179,14 +171,18 @@ def encode(x: Array, kind: str) -> tuple[Array, Array]:
     return bits, table[bits]
 
 
-_WIDTHS = {"wgmma_bf16": (16, 64, 128, 192, 224, 256), "wgmma_f16": (64, 256), "wgmma_e4m3": (16, 128, 256)}
+_WIDTHS = {
+    "wgmma_bf16": (8, 16, 32, 64, 128, 192, 224, 256),
+    "wgmma_f16": (64, 256),
+    "wgmma_e4m3": (8, 16, 32, 128, 256),
+}
 SM90 = [
     Probe("shared_address", addresses),
     *(rounds(f"mbarrier_{what}") for what in ("init", "init_fence", "arrive", "try_wait")),
     *(boxes("tma_load_2d", item) for item in (1, 2)),
     boxes("mbarrier_arrive_expect_tx", 2),
     boxes("tensor_map_prefetch", 2),
-    pairs("tma_load_5d"),
+    Probe("tma_load_3d", planes),
     Probe("named_barrier", groups),
     *(registers(f"register_{what}") for what in ("increase", "decrease")),
     Probe("red_add_f32x2", additions),

@@ -13,7 +13,7 @@ from qwen_raw.device import BF16, E4M3, F16, F32, I32
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.last_row import last_row
 from qwen_raw.kernels.norm import rmsnorm as device_rmsnorm
-from qwen_raw.kernels.norm import rmsnorm_split
+from qwen_raw.kernels.norm import rmsnorm_bf16, rmsnorm_split
 from qwen_raw.kernels.quantize import quantize_rows
 from qwen_raw.kernels.synthetic import Window, synthetic_bf16, synthetic_e4m3
 
@@ -37,6 +37,15 @@ def test_rmsnorm_saturates(dev: Any) -> None:
     out = dev.empty((1, 1024), F16)
     device_rmsnorm(dev, out, dev.array(h), dev.array(g), 1e-6)
     assert f16_values(out.download())[0, [3, 5]].tolist() == [65504.0, -65504.0]
+
+
+def test_rmsnorm_bf16(dev: Any, rng: np.random.Generator) -> None:
+    h = rng.standard_normal((5, 904)).astype(np.float32)
+    g, G = bf16_input(rng, 904)
+    out = dev.empty((5, 904), BF16)
+    out.fill(POISON)
+    rmsnorm_bf16(dev, out, dev.array(h), dev.array(g), 1e-6)
+    assert_close(bf16_to_f32(out.download()), rmsnorm(h, G, 1e-6), rel=4e-3, what="out")
 
 
 def test_rmsnorm_split_keeps_sixteen_bits(dev: Any, rng: np.random.Generator) -> None:

@@ -1,0 +1,81 @@
+"""A case for each entry point of gemm_bf16_sm90.cu and gemm_fp8_sm90.cu: every variant of each operation, tiles cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from conformance.kernel_cases import Case, Outputs, fp32, rotary, rounded
+from conformance.machines import Array, Machine, Output
+from kernel_reference import bf16_input, make_linear, silu
+
+from loaders.dtypes import e4m3_to_f32, quantize_rows_e4m3
+from qwen_raw.device import BF16
+from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90
+from qwen_raw.kernels.gemm_sm90 import OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens
+from qwen_raw.kernels.linear import Linear
+
+K = 272  # a tail within a slice of either type
+
+
+def operands(machine: Machine, rng: np.random.Generator, T: int, fp8: bool, rows: int) -> tuple[Tokens, Linear, Any]:
+    """Tokens, weights, and what the sums may be off by: the exact product comes with it."""
+    dev = machine.dev
+    w, W = make_linear(dev, rng, rows, K, fp8)
+    if fp8:
+        q, scale = quantize_rows_e4m3(rng.standard_normal((T, K)).astype(np.float32))
+        X = e4m3_to_f32(q).astype(np.float64) * scale[:, None]
+        x = Tokens(dev.array(q), dev.array(scale.astype(np.float32)))
+    else:
+        bits, X = bf16_input(rng, T, K)
+        x = Tokens(dev.array(bits))
+    # A k-step of 32 e4m3 cuts at 2^-13 of what it adds to, one of 16 bf16 as mma.sync does; pieces are added in fp32.
+    step = 2.0**-13 * -(-K // 32) if fp8 else machine.mma_error * (-(-K // 16) + 4)
+    return x, w, (X @ W.T, step * (np.abs(X) @ np.abs(W).T))
+
+
+def tokens_of(name: str) -> int:
+    v = VARIANTS[name]
+    return v.BN - 3 if v.few else 133
+
+
+def create(machine: Machine, fp8: bool) -> GemmSm90:
+    return (gemm_fp8_sm90 if fp8 else gemm_bf16_sm90).create(machine.dev)  # type: ignore[arg-type]
+
+
+def run(op: str, name: str, fp8: bool, machine: Machine, rng: np.random.Generator) -> Outputs:
+    dev, T, choice, gemm = machine.dev, tokens_of(name), Choice(VARIANTS[name], 3), create(machine, fp8)
+    if op in ("add", "store"):
+        x, w, (Y, cut) = operands(machine, rng, T, fp8, 264)
+        if op == "store":
+            c = dev.zeros((T, 264), BF16)
+            gemm.store(dev, c, x, w, choice)
+            return {"c": rounded(c.download(), cut, share=1.0 if fp8 else 0.02)}
+        old = fp32(rng, T, 264)
+        h = dev.array(old)
+        gemm.add(dev, h, x, w, choice)
+        return {"h": Output(h.download(), cut + 2.0**-22 * (np.abs(old) + np.abs(Y)))}
+    if op == "swiglu":
+        x, w, (Y, cut) = operands(machine, rng, T, fp8, 2 * 136)
+        act = dev.zeros((T, 136), BF16)
+        gemm.swiglu(dev, act, x, w.rows(0, 136), w.rows(136, 136), choice)
+        (gate, up), (d_gate, d_up) = np.split(Y, 2, 1), np.split(cut, 2, 1)
+        slack: Array = 1.1 * d_gate * np.abs(up) + np.abs(silu(gate)) * d_up + d_gate * d_up
+        return {"act": rounded(act.download(), slack, share=1.0 if fp8 else 0.05)}
+    H, KV, HD, max_len = 2, 1, 64, T + 5
+    x, w, (Y, cut) = operands(machine, rng, T, fp8, (H + 2 * KV) * HD)
+    bias, rope = fp32(rng, w.N), dev.array(rotary(rng, max_len, HD))
+    q, k, v = dev.zeros((T, H, HD), BF16), dev.zeros((KV, max_len, HD), BF16), dev.zeros((KV, max_len, HD), BF16)
+    span = dev.array(np.array([3, T - 1], np.int32))
+    gemm.qkv(dev, q, k, v, x, w, dev.array(bias), rope, span, choice)
+    limit = 2 * float(cut.max()) + 2.0**-21 * float(np.abs(Y).max() + np.abs(bias).max())
+    share = 1.0 if fp8 else 0.02
+    return {n: rounded(b.download(), limit, share=share) for n, b in (("q", q), ("k", k), ("v", v))}
+
+
+def hopper_cases() -> list[Case]:
+    def case(op: str, name: str, fp8: bool) -> Case:
+        entry = f"gemm_{op}_{'fp8' if fp8 else 'bf16'}_{name}"
+        return Case(entry, lambda machine, rng: run(op, name, fp8, machine, rng))
+
+    return [case(op, name, fp8) for fp8 in (False, True) for op, names in OPERATIONS.items() for name in names]
