@@ -6,12 +6,11 @@ A product runs in a graph over enough copies of its weights to leave the L2 behi
 epilogue: QKV with bias, RoPE and cache, gate and up with SwiGLU, O and down added to an fp32 residual stream. cuBLASLt
 computes the bare product into bf16, by the algorithm that its heuristics put first. TFLOP/s counts 2·T·N·K, GB/s the
 weights.
-`--table` writes the winners as the table from which the launchers choose.
+"chosen" is what the launchers take by themselves.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +26,8 @@ from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, E4M3, F32, Buffer
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90
-from qwen_raw.kernels.gemm_sm90 import OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens, most_pieces
+from qwen_raw.kernels.gemm_sm90 import OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens, choose, most_pieces
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
@@ -156,22 +154,20 @@ def graph_us(dev: CudaDevice, launch: Callable[[int], None], expected_us: float)
     return timing.median * 1e3 / launches
 
 
-def measure(case: Case, lt: CublasLt | None, common: dict[str, Any], ceiling: float) -> dict[str, Any]:
-    """One row: the best choice, all the others, cuBLASLt."""
+def measure(case: Case, lt: CublasLt | None, common: dict[str, Any], ceiling: float, *, every: bool) -> dict[str, Any]:
+    """One row: the launchers' choice, cuBLASLt, and with `every` all other choices."""
     dev, flop = case.dev, 2 * case.T * case.N * case.K
     nbytes = case.weights[0].weight.nbytes
     expected = max(flop / (900e6 if case.gemm.fp8 else 550e6), nbytes / 3.5e6)
     tried: list[dict[str, Any]] = []
-    for choice in case.choices():
-        try:
-            us = graph_us(dev, case.launch(choice), expected)
-        except QwenRawError as error:
-            print(f"    {choice.variant.name} {choice.pieces}: {error}")
-            continue
+    own = choose(case.op, case.T, case.N, case.slices, dev.sm_count)
+    for choice in [own, *(case.choices() if every else [])]:
+        us = graph_us(dev, case.launch(choice), expected)
         tried.append({"variant": choice.variant.name, "pieces": choice.pieces, "us": us})
-    tried.sort(key=lambda t: t["us"])
-    row = common | {"op": case.stage, "tokens": case.T, "N": case.N, "K": case.K, "best": tried[0], "tried": tried}
     us = tried[0]["us"]
+    row = common | {"op": case.stage, "tokens": case.T, "N": case.N, "K": case.K, "chosen": tried[0]}
+    tried.sort(key=lambda t: t["us"])
+    row |= {"tried": tried}
     row |= {"us": us, "tflop_s": flop / us / 1e6, "gb_s": nbytes / us / 1e3, "of_read": nbytes / us * 1e6 / ceiling}
     text = f"{us:8.1f} µs {row['tflop_s']:6.0f} TFLOP/s {row['gb_s']:6.0f} GB/s"
     if lt is not None:
@@ -198,7 +194,7 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--tokens", nargs="+", type=positive, default=[16, 64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--no-peers", action="store_true", help="without cuBLASLt")
-    parser.add_argument("--table", type=Path, help="write the winners there")
+    parser.add_argument("--chosen-only", action="store_true", help="only what the launchers take by themselves")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path, default=RESULTS)
     a = parser.parse_args()
@@ -217,7 +213,7 @@ def main() -> int:
                     weights = make_weights(dev, N, K, gemm.fp8)
                     for T in a.tokens:
                         case = make_case(dev, gemm, SIZES[size], tp, stage, T, weights)
-                        rows.append(measure(case, lt, common, ceiling))
+                        rows.append(measure(case, lt, common, ceiling, every=not a.chosen_only))
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     if ratios:
         ahead = sum(r >= 1 for r in ratios)
@@ -225,19 +221,8 @@ def main() -> int:
             f"# of cuBLASLt: geometric mean {statistics.geometric_mean(ratios):.3f}, ahead at {ahead} of {len(ratios)}"
         )
     save("gemm", environment(dev, a.commit) | {"cublaslt": lt.version if lt else None}, rows, a.output)
-    if a.table:
-        a.table.write_text(json.dumps(winners(rows), indent=1) + "\n")
     dev.close()
     return 0
-
-
-def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What qwen_raw/kernels/gemm_sm90.json holds."""
-    return [
-        {"dtype": r["dtype"], "op": OPS[r["op"]], "N": r["N"], "K": r["K"], "tokens": r["tokens"]}
-        | {key: r["best"][key] for key in ("variant", "pieces")}
-        for r in rows
-    ]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@
 
 #define OPERANDS BY_VALUE TensorMap x, BY_VALUE TensorMap w, float *partials, uint32_t *counters
 #define SIZES int T, int K, int split_tiles, int pieces
-#define ARGS (GemmArgs{x, w, partials, counters, nullptr, nullptr, T, K, split_tiles, pieces})
+#define ARGS (GemmArgs{x, w, partials, counters, nullptr, nullptr, nullptr, T, K, split_tiles, pieces})
 #define NAME(op, V, BLOCKS) KERNEL_OCC(GEMM_BLOCK, BLOCKS) void gemm_##op##_bf16_##V
 #define INSTANCE(...) <ProductBf16, GemmShape<__VA_ARGS__>>
 

@@ -11,20 +11,20 @@
 
 #define OPERANDS BY_VALUE TensorMap x, BY_VALUE TensorMap w, float *partials, uint32_t *counters, const float *x_scale, const float *w_scale
 #define SIZES int T, int K, int split_tiles, int pieces
-#define ARGS (GemmArgs{x, w, partials, counters, x_scale, w_scale, T, K, split_tiles, pieces})
+#define ARGS(up_scale) (GemmArgs{x, w, partials, counters, x_scale, w_scale, up_scale, T, K, split_tiles, pieces})
 #define NAME(op, V, BLOCKS) KERNEL_OCC(GEMM_BLOCK, BLOCKS) void gemm_##op##_fp8_##V
 #define INSTANCE(...) <ProductE4m3, GemmShape<__VA_ARGS__>>
 
 #define ADD(V, BLOCKS, ...) \
-  NAME(add, V, BLOCKS)(float* h, OPERANDS, int N, SIZES) { gemm_add INSTANCE(__VA_ARGS__)(ARGS, h, N); }
+  NAME(add, V, BLOCKS)(float* h, OPERANDS, int N, SIZES) { gemm_add INSTANCE(__VA_ARGS__)(ARGS(nullptr), h, N); }
 #define STORE(V, BLOCKS, ...) \
-  NAME(store, V, BLOCKS)(bf16* c, OPERANDS, int N, SIZES) { gemm_store INSTANCE(__VA_ARGS__)(ARGS, c, N); }
+  NAME(store, V, BLOCKS)(bf16* c, OPERANDS, int N, SIZES) { gemm_store INSTANCE(__VA_ARGS__)(ARGS(nullptr), c, N); }
 #define SWIGLU(V, BLOCKS, ...) \
-  NAME(swiglu, V, BLOCKS)(bf16* act, OPERANDS, int I, SIZES) { gemm_swiglu INSTANCE(__VA_ARGS__)(ARGS, act, I); }
+  NAME(swiglu, V, BLOCKS)(bf16* act, OPERANDS, const float* up_scale, int I, SIZES) { gemm_swiglu INSTANCE(__VA_ARGS__)(ARGS(up_scale), act, I); }
 #define QKV(V, BLOCKS, ...)                                                                                                    \
   NAME(qkv, V, BLOCKS)(bf16* q, bf16* k_cache, bf16* v_cache, OPERANDS, const float* bias, const float2* rope, const int32_t* span, int H, int KV,  \
                        int shift, int max_len, SIZES) {                                                              \
-    gemm_qkv INSTANCE(__VA_ARGS__)(ARGS, QkvTarget{q, k_cache, v_cache, bias, rope, span, T, H, KV, shift, max_len});          \
+    gemm_qkv INSTANCE(__VA_ARGS__)(ARGS(nullptr), QkvTarget{q, k_cache, v_cache, bias, rope, span, T, H, KV, shift, max_len});          \
   }
 
 // (variant, blocks a multiprocessor, its shape): qwen_raw/kernels/gemm_sm90.py has the same table.

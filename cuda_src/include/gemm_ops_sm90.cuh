@@ -4,12 +4,12 @@
 
 DEVICE int tiles_of(int n, int tile) { return (n + tile - 1) / tile; }
 
-// What all entry points take. K in elements. Scales: of the tokens and of the weights' rows, null for bf16.
+// What all entry points take. K in elements. Scales: of the tokens, of the weights' rows, of up's rows; null for bf16.
 struct GemmArgs {
   const TensorMap &x, &w;
   float* partials;
   uint32_t* counters;
-  const float *x_scale, *w_scale;
+  const float *x_scale, *w_scale, *up_scale;
   int T, K, split_tiles, pieces;
 };
 
@@ -19,14 +19,15 @@ DEVICE void gemm_run(const GemmArgs& a, int rows, const Weights& weights, const 
   const int p_rows = Shape::FEW ? rows : a.T, q_rows = Shape::FEW ? a.T : rows;
   const GemmPlan plan{tiles_of(p_rows, GEMM_P), tiles_of(q_rows, Shape::BN), tiles_of(a.K, Product::K), a.split_tiles, a.pieces,
                       a.partials, a.counters};
+  const Scales scales{a.x_scale, a.w_scale, a.up_scale, a.T, rows, a.up_scale ? rows / 2 : rows};
   const auto finish = [&](typename Shape::Sums& sum, int p, int q) {
     if constexpr (!Product::SCALED) {
       out(sum, p, q, ScaleNothing());
     } else if constexpr (Shape::FEW) {
-      scale_few<Shape>(sum, {a.x_scale, a.w_scale, a.T, rows}, weights, p, q);
+      scale_few<Shape>(sum, scales, weights, p, q);
       out(sum, p, q, ScaleNothing());
     } else {
-      out(sum, p, q, ScaleMany<Shape>({a.x_scale, a.w_scale, a.T, rows}, weights, p, q));
+      out(sum, p, q, ScaleMany<Shape>(scales, weights, p, q));
     }
   };
   if constexpr (Shape::FEW)

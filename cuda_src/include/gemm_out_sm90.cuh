@@ -28,10 +28,11 @@ struct FewAt {
 
 // e4m3: every sum times its token's scale and its output's, that of the weights' row. `weights`: the operand, which knows the rows of a tile.
 struct Scales {
-  const float *token, *row;
-  int T, rows;
+  const float *token, *low, *high;
+  int T, rows, half;  // rows from `half` on have theirs in `high`
   DEVICE float of_token(int t) const { return t < T ? token[t] : 0.f; }
-  DEVICE float of_row(int n) const { return n < rows ? row[n] : 0.f; }
+  DEVICE const float* at(int n) const { return n < half ? low + n : high + (n - half); }
+  DEVICE float of_row(int n) const { return n < rows ? *at(n) : 0.f; }
 };
 // tiles(sum, j, n): column tiles j … j + n - 1. Few at a time where the sums are about to be used: the compiler would keep all scales in registers.
 template <class Shape>
@@ -48,7 +49,7 @@ struct ScaleMany {
 #pragma unroll
     for (int j = j0; j < j0 + n; j++) {
       const int row = first[j / (Shape::BN / 16)] + j % (Shape::BN / 16) * 8 + int(threadIdx.x) % 4 * 2;
-      const float2 o = row < s.rows ? ld_global_f2(s.row + row) : make_float2(0.f, 0.f);
+      const float2 o = row < s.rows ? ld_global_f2(s.at(row)) : make_float2(0.f, 0.f);
       sum[0][4 * j] *= t0 * o.x, sum[0][4 * j + 1] *= t0 * o.y, sum[0][4 * j + 2] *= t1 * o.x, sum[0][4 * j + 3] *= t1 * o.y;
     }
   }

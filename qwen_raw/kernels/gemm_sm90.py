@@ -11,7 +11,7 @@ from qwen_raw.errors import QwenRawError, require
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear, check_span
 
 THREADS, P_ROWS, ROW_BYTES = 384, 128, 128  # as in include/gemm_sm90.cuh
-MAX_SPLIT_TILES = 4096
+MAX_SPLIT_TILES, MOST_PIECES = 4096, 16
 ARCH = "sm_90a"
 
 
@@ -24,6 +24,7 @@ class Variant:
     BN: int
     stages: int
     blocks: int  # a multiprocessor holds
+    slice_us: float = 0.0  # that a tile's slice takes where all multiprocessors are busy, on an H200
 
     @property
     def smem(self) -> int:
@@ -41,10 +42,10 @@ VARIANTS = {
     for v in (
         Variant("few16", True, 16, 6, 2),
         Variant("few64", True, 64, 4, 2),
-        Variant("many128", False, 128, 7, 1),
-        Variant("many192", False, 192, 5, 1),
-        Variant("many224", False, 224, 5, 1),
-        Variant("many256", False, 256, 4, 1),
+        Variant("many128", False, 128, 7, 1, 0.44),
+        Variant("many192", False, 192, 5, 1, 0.54),
+        Variant("many224", False, 224, 5, 1, 0.6),
+        Variant("many256", False, 256, 4, 1, 0.67),
     )
 }
 # Which of them an operation has.
@@ -60,7 +61,7 @@ OPERATIONS = {
 
 def most_pieces(rest: int, blocks: int, slices: int) -> int:
     """Into how many pieces the tiles that do not fill a wave of blocks can be cut, so that no block has two."""
-    return max(1, min(blocks // rest, slices)) if rest else 1
+    return max(1, min(blocks // rest, slices, MOST_PIECES)) if rest else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +86,34 @@ class Workspace:
         return Workspace(dev.empty((most,), F32), dev.zeros((MAX_SPLIT_TILES,), U32))
 
 
-def choose(op: str, T: int, rows: int, sm_count: int) -> Choice:
-    """The variant with the least work on its busiest multiprocessor; few tokens take the narrowest tile for them.
+def choose(op: str, T: int, rows: int, slices: int, sm_count: int) -> Choice:
+    """The fastest by a model of the measured times (docs/prefill.md); few tokens take the narrowest tile for them.
 
-    `rows`: of weights, pairs counted twice.
+    `rows`: of weights, pairs counted twice; `slices`: of 128 bytes in K.
     """
     few = [VARIANTS[name] for name in OPERATIONS[op] if name in FEW and VARIANTS[name].BN >= T]
     if few:
-        return Choice(few[0], 16)
+        return Choice(few[0], MOST_PIECES)
 
-    def cost(v: Variant) -> float:
-        waves = -(-v.tiles(T, rows) // (v.blocks * sm_count))
-        return waves * (v.BN + 16)  # a narrow tile reads more for each product
+    def us(choice: Choice) -> float:
+        v = choice.variant
+        waves, rest = divmod(v.tiles(T, rows), v.blocks * sm_count)
+        end = v.BN * (0.03 if op == "add" else 0.016)  # what becomes of the sums
+        time = waves * (slices * v.slice_us + end)
+        if rest:
+            time += slices / choice.pieces * v.slice_us + end
+        if choice.pieces > 1:
+            time += 4 + choice.pieces * v.BN / 128  # partial sums to memory and back
+        return time
 
-    return Choice(min((VARIANTS[name] for name in OPERATIONS[op] if name not in FEW), key=cost))
+    candidates = []
+    for name in OPERATIONS[op]:
+        v = VARIANTS[name]
+        blocks = v.blocks * sm_count
+        if name not in FEW:
+            most = most_pieces(v.tiles(T, rows) % blocks, blocks, slices)
+            candidates += [Choice(v, n) for n in sorted({1, most})]
+    return min(candidates, key=us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +174,6 @@ class GemmSm90:
         check_buffer(act, (T, gate.N), BF16, "act")
         behind = up.weight.ptr == gate.weight.ptr + gate.weight.nbytes
         require(behind, "the up-projection's weight does not lie behind the gate's: load both as one")
-        if self.fp8 and gate.scale is not None and up.scale is not None:
-            require(up.scale.ptr == gate.scale.ptr + gate.scale.nbytes, "gate's and up's scales are not one array")
         self._launch(dev, "swiglu", choice, [act], x, [gate, up], [], [gate.N])
 
     def add(self, dev: Device, h: Buffer, x: Tokens, w: Linear, choice: Choice | None = None) -> None:
@@ -196,10 +209,10 @@ class GemmSm90:
         scales: list[Buffer] = []
         if self.fp8:
             require(x.scale is not None, "e4m3 tokens without scales")
-            scales = [b for b in (x.scale, first.scale) if b is not None]
+            scales = [b for b in (x.scale, *(w.scale for w in weights)) if b is not None]
             check_buffer(scales[0], (T,), F32, "the tokens' scale")
         slices = -(-K * x.values.dtype.itemsize // ROW_BYTES)
-        choice = choice or choose(op, T, rows, dev.sm_count)
+        choice = choice or choose(op, T, rows, slices, dev.sm_count)
         v, blocks = choice.variant, choice.variant.blocks * dev.sm_count
         if v.name not in OPERATIONS[op] or (v.few and T > v.BN):
             raise QwenRawError(f"gemm_{op} for {T} tokens does not have the variant {v.name}")

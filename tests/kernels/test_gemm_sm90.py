@@ -163,17 +163,23 @@ def test_pieces_of_every_size(dev: Any, rng: np.random.Generator, gemm: GemmSm90
 
 
 def test_most_pieces() -> None:
-    assert [most_pieces(rest, 132, 56) for rest in (0, 1, 28, 66, 67, 131)] == [1, 56, 4, 2, 1, 1]
+    assert [most_pieces(rest, 132, 56) for rest in (0, 1, 28, 66, 67, 131)] == [1, 16, 4, 2, 1, 1]
 
 
 def test_choices_are_legal() -> None:
     """For the shapes of the known models: a variant that the operation has, and few-token variants wide enough."""
     for op, names in OPERATIONS.items():
         for T in (1, 16, 17, 64, 65, 128, 129, 256, 257, 384, 512, 1000, 2048):
-            for rows in (1152, 4608, 37888, 3584, 29568):
-                choice = choose(op, T, rows, 132)
+            for rows, slices in ((1152, 14), (4608, 56), (37888, 56), (3584, 296), (29568, 128)):
+                choice = choose(op, T, rows, slices, 132)
                 assert choice.variant.name in names
                 assert not choice.variant.few or choice.variant.BN >= T
+    # What was fastest where it was measured.
+    assert choose("add", 2048, 3584, 56, 132).variant.name == "many224"
+    assert choose("add", 2048, 8192, 64, 132).variant.name == "many256"
+    assert choose("add", 128, 3584, 296, 132) == Choice(VARIANTS["many128"], 4)
+    assert choose("swiglu", 2048, 37888, 56, 132).variant.name == "many256"
+    assert choose("add", 16, 3584, 56, 132).variant.name == "few16"
 
 
 def test_what_does_not_fit_is_refused(dev: Any, rng: np.random.Generator, gemm: GemmSm90) -> None:
