@@ -56,12 +56,19 @@ class Products(RowProducts, Protocol):
     def swiglu(self, dev: Device, act: Buffer, a: Buffer, gate: Linear, up: Linear) -> None:
         """act bf16 [T, I] from the normalised input."""
 
+    def unquantised(self) -> Products:
+        """Products of the same weights with 16-bit inputs: the function that decode computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class MmaProducts:
     """`mma.sync`, from sm_80 on: f16 after a norm, weights widened to the input's type."""
 
     gemm: Gemm
+
+    def unquantised(self) -> Products:
+        """See Products."""
+        return self
 
     def norm(self, dev: Device, out: Buffer, h: Buffer, g: Buffer, eps: float) -> None:
         """See Products."""
@@ -102,6 +109,10 @@ class Sm90Products:
     gemm: GemmSm90
     codes: Buffer | None  # e4m3 [rows · the widest input]
     scale: Buffer | None  # f32 [rows]
+
+    def unquantised(self) -> Products:
+        """See Products."""
+        return self if self.codes is None else MmaProducts(GEMM_FP8)
 
     def _tokens(self, dev: Device, a: Buffer) -> Tokens:
         if self.codes is None or self.scale is None:

@@ -103,7 +103,8 @@ def verify_by_steps(rank: Rank, b: PassBuffers, logits: Buffer) -> None:
 
 def verify_by_chunk(rank: Rank, b: PassBuffers, logits: Buffer) -> None:
     """logits f32 [M, V] after every row, by prefill's kernels: weights are read once; not decode's bits."""
-    alike = replace(rank, prefill=replace(rank.prefill, request=b.request))
+    prefill = replace(rank.prefill, request=b.request, products=rank.prefill.products.unquantised())
+    alike = replace(rank, prefill=prefill)
     M = logits.shape[0]
     level([alike.prefill_chunk(M)])
     alike.logits(M, logits)
