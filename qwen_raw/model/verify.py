@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qwen_raw.config import ModelConfig
 from qwen_raw.device import Buffer
 from qwen_raw.kernels.accept import PassBuffers
 from qwen_raw.kernels.attn_decode import Workspace, attn_decode
@@ -17,7 +18,13 @@ from qwen_raw.kernels.gemv_rows_bf16 import GEMV_ROWS as ROWS_BF16
 from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as ROWS_FP8
 from qwen_raw.model.rank import Rank
 
-LEAST_SPLIT = 4096  # weights of a row that one block takes at least: what the workspace's size follows from
+LEAST_SPLIT = 2048  # of a row, what one block can take of it with 16 rows: what the workspace's size follows from
+
+
+def workspace_sums(c: ModelConfig, M: int) -> int:
+    """The most partial sums, over all products of M rows, that splits of a row leave."""
+    shapes = ((c.D, c.I), (2 * c.I, c.D), ((c.H + 2 * c.KV) * c.HD, c.D), (c.V, c.D), (c.D, c.H * c.HD))
+    return max((K // LEAST_SPLIT + 1) * M * N for N, K in shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +40,7 @@ class RowsVerifier:
     def create(rank: Rank, M: int) -> RowsVerifier:
         """With workspaces of its own."""
         c, dev = rank.shard.local, rank.device
-        shapes = ((c.D, c.I), (2 * c.I, c.D), ((c.H + 2 * c.KV) * c.HD, c.D), (c.V, c.D), (c.D, c.H * c.HD))
-        sums = max((K // LEAST_SPLIT + 1) * M * N for N, K in shapes)
+        sums = workspace_sums(c, M)
         attention = Workspace.create(dev, c.H, c.KV, c.HD, rank.cache.max_len, T=M)
         return RowsVerifier(rank, M, attention, RowsWorkspace.create(dev, sums))
 

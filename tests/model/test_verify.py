@@ -1,0 +1,35 @@
+"""The workspace of a verification holds the partial sums of every product, of every size of Qwen2.5."""
+
+from typing import Any
+
+import pytest
+
+from loaders.synthetic import SIZES, random_config
+from qwen_raw.kernels.gemv_rows import MAX_RANGES, MAX_ROWS, MAX_SPLITS
+from qwen_raw.kernels.gemv_rows_bf16 import GEMV_ROWS as BF16_ROWS
+from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as FP8_ROWS
+from qwen_raw.model.verify import workspace_sums
+
+SHARED = 227 << 10  # bytes a multiprocessor has for its blocks
+
+
+class H200:
+    """As far as a product's division asks."""
+
+    sm_count = 132
+
+    def resident_blocks(self, kernel: Any, threads: int, smem: int) -> int:
+        return min(2048 // threads, SHARED // max(smem, 1))
+
+
+@pytest.mark.parametrize("rows", [BF16_ROWS, FP8_ROWS], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_workspace_is_large_enough(size: str, rows: Any) -> None:
+    c = random_config(size)
+    normed = ((2 * c.I, c.D), ((c.H + 2 * c.KV) * c.HD, c.D), (c.V, c.D))
+    plain = ((c.D, c.I), (c.D, c.H * c.HD))
+    for M in range(2, MAX_ROWS + 1):
+        have = workspace_sums(c, M) + MAX_RANGES * MAX_SPLITS * MAX_ROWS
+        for N, K, norm in (*((*s, True) for s in normed), *((*s, False) for s in plain)):
+            p = rows.plan(H200(), None, N, 1, K, rows.tokens(M, norm), norm, None)
+            assert p.S == 1 or have >= p.S * (M * N + p.R * MAX_ROWS), (M, N, K)
