@@ -1,12 +1,13 @@
 """Checkpoint tensors → device buffers: files are uploaded, synthetic tensors made in place, bf16 may become fp8.
 
 A rank takes a `Part` of each matrix. Of a file it reads that part only, with one exception: rounding to fp8 takes the
-scale of a row from the whole row, so that a model has the same weights however many ranks share it.
+scale of a row from the whole row, so that a model has the same weights however many ranks share it. Tensors go a piece
+at a time: the host holds no second copy of one, whether its columns are cut or its values converted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from qwen_raw.generation.runner import Progress
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.quantize import quantize_rows
 from qwen_raw.kernels.synthetic import Window, synthetic_bf16, synthetic_e4m3
+
+PIECE_BYTES = 16 << 20  # of a tensor at a time: what is not contiguous in the file, or converted, is copied on the host
 
 
 class LinearLike(Protocol):
@@ -70,6 +73,16 @@ class Part:
     def window(self) -> Window:
         return Window(self.rows.start * self.shape[1] + self.columns.start, len(self.columns), self.shape[1])
 
+    def pieces(self, tensor: Tensor) -> Iterator[tuple[int, Part]]:
+        """(first row within this part, its rows from there on), each as large as the host may hold a copy of.
+
+        A synthetic tensor is one piece: it is computed whole each time it is asked for.
+        """
+        row = len(self.columns) * 4  # bytes, of what a conversion passes through
+        step = len(self.rows) if tensor.synthetic is not None else max(1, PIECE_BYTES // row)
+        for first in range(0, len(self.rows), step):
+            yield first, Part(self.name, self.shape, self.rows[first : first + step], self.columns)
+
     def whole_rows(self) -> Part:
         """The same rows in their full length."""
         return Part.of_rows(self.name, self.shape, self.rows)
@@ -78,6 +91,11 @@ class Part:
         """This part of a tensor, as bits that are read when they are asked for."""
         rows, columns = slice(self.rows.start, self.rows.stop), slice(self.columns.start, self.columns.stop)
         return replace(tensor, shape=self.size, load=lambda: tensor.load()[rows, columns], synthetic=None)
+
+
+def _rows(buffer: Buffer, first: int, piece: Part) -> Buffer:
+    """Where a piece goes in the buffer of the whole part."""
+    return buffer.view(piece.size, first * len(piece.columns))
 
 
 class WeightLoader:
@@ -154,14 +172,17 @@ class WeightLoader:
         if s is not None and tensor.dtype == "BF16":
             synthetic_bf16(self.dev, buffer, s.tid, s.seed, s.bound, part.window)
         else:
-            buffer.upload(part.of(tensor).bf16())
+            for first, piece in part.pieces(tensor):
+                _rows(buffer, first, piece).upload(piece.of(tensor).bf16())
 
     def _fill_linear_bf16(self, buffer: Buffer, source: LinearLike, part: Part) -> None:
         if source.scale is None:
             self._fill_bf16(buffer, source.weight, part)
             return
-        scale = source.scale[part.rows.start : part.rows.stop, None]
-        buffer.upload(f32_to_bf16(e4m3_to_f32(part.of(source.weight).raw) * scale))
+        for first, piece in part.pieces(source.weight):
+            scale = source.scale[piece.rows.start : piece.rows.stop, None]
+            widened = e4m3_to_f32(piece.of(source.weight).raw) * scale
+            _rows(buffer, first, piece).upload(f32_to_bf16(widened))
 
     def _fill_linear_fp8(self, q: Buffer, scale: Buffer, source: LinearLike, part: Part) -> None:
         if source.scale is None:
@@ -171,7 +192,8 @@ class WeightLoader:
         if s is not None:
             synthetic_e4m3(self.dev, q, s.tid, s.seed, part.window)
         else:
-            q.upload(part.of(source.weight).raw)
+            for first, piece in part.pieces(source.weight):
+                _rows(q, first, piece).upload(piece.of(source.weight).raw)
         scale.upload(np.ascontiguousarray(source.scale[part.rows.start : part.rows.stop], np.float32))
 
     def _quantize(self, q: Buffer, scale: Buffer, tensor: Tensor, part: Part) -> None:
