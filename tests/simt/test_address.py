@@ -68,6 +68,7 @@ def test_report(name: str, value: str, dtype: str, threads: str, expected: list[
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it compiles every kernel and runs a second pytest, on a busy machine too
 @pytest.mark.usefixtures("sanitizer")
 def test_all_kernels() -> None:
     done = python("-m", "pytest", "tests/simt", "tests/comm", "-p", "no:cacheprovider")
