@@ -83,6 +83,8 @@ def measure(
             if library is not None and dtype == "bf16":
                 try:
                     theirs = graph_us(dev, lambda i, M=M, c=case: c.cublas(i, M, library))  # type: ignore[misc]
+                    if case.one.nbytes / (theirs * 1e-6) > 2 * ceiling:
+                        raise QwenRawError("cuBLAS: faster than weights can be read, so the graph does not hold it")
                     row["cublas_us"] = theirs
                     text += f"   cuBLAS {theirs:8.2f} µs"
                 except QwenRawError as error:

@@ -22,11 +22,12 @@ class Cublas:
 
     def __init__(self, dev: CudaDevice) -> None:
         try:
+            import cupy
             from cupy_backends.cuda.libs import cublas
 
             self._lib: Any = cublas
+            self._stream: Any = cupy.cuda.ExternalStream(int(dev.stream.handle), dev.ordinal)
             self._handle = cublas.create()
-            cublas.setStream(self._handle, int(dev.stream.handle))
             self.version = int(cublas.getVersion(self._handle))
         except (ImportError, RuntimeError) as error:
             raise QwenRawError(f"no cuBLAS through CuPy: {error}") from error
@@ -38,8 +39,9 @@ class Cublas:
         a, b = (w.ptr, R_16BF, K), (x.ptr, R_16BF, K)
         alpha, beta = self._one.ctypes.data, self._zero.ctypes.data
         try:
-            self._lib.gemmEx(
-                self._handle, OP_T, OP_N, N, M, K, alpha, *a, *b, beta, y.ptr, R_16BF, N, COMPUTE_32F, ALGO_DEFAULT
-            )
+            with self._stream:  # CuPy's calls go to its current stream, whatever the handle was told
+                self._lib.gemmEx(
+                    self._handle, OP_T, OP_N, N, M, K, alpha, *a, *b, beta, y.ptr, R_16BF, N, COMPUTE_32F, ALGO_DEFAULT
+                )
         except RuntimeError as error:
             raise QwenRawError(f"cublasGemmEx of {M} × {N} × {K}: {error}") from error
