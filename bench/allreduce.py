@@ -32,12 +32,13 @@ from qwen_raw.device import BF16, F32
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.driver.stream import Wait
 from qwen_raw.errors import QwenRawError
+from qwen_raw.kernels.allreduce_norm import LONGEST
 from qwen_raw.kernels.peers import connect
 
 PATHS = ("lamport", "lamport fused", "flag", "twoshot", "host")
 BYTES = (2 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
 ONE_SHOT_MOST = 1 << 20  # bytes up to which pushing all to all is measured
-FUSED_MOST = 64 << 10
+FUSED_MOST = 2 * LONGEST  # bytes: one row, as in a decode step
 EAGER_CALLS = 50
 LIMIT_NS = 2_000_000_000
 EPS = 1e-6

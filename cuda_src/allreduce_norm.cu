@@ -4,7 +4,7 @@
 //
 // RMSNorm needs the whole row's sum of squares. Several blocks share a row, so that several multiprocessors push, but each pushes its share
 // only: it then reads, polls and sums the whole row for itself, and stores its share of the results. Reading more is free while the
-// data is on its way; exchanging parts of the sum of squares between blocks through memory was not (docs/collectives.md: 1.2 µs). All
+// data is on its way; exchanging parts of the sum of squares between blocks through memory was slower (docs/collectives.md). All
 // blocks of all ranks add the same numbers in the same order, so all get the same bits.
 //
 // entry points: _r2, _r4, _r8: for up to that many ranks. grid: (blocks a row, T); block: whole warps, up to 512, 2 packs of a row a thread.

@@ -12,6 +12,8 @@ from qwen_raw.kernels.peers import PACK, check_owner, launch_polling
 
 STEM = "allreduce_norm"
 MOST_PACKS = 2  # of a row, a thread
+MOST_THREADS = 512
+LONGEST = PACK * MOST_PACKS * MOST_THREADS  # elements of a row
 ROW_BLOCKS = 8  # that share a row where the launcher chooses
 
 
@@ -41,11 +43,15 @@ def allreduce_norm(
     check_buffer(g, (D,), BF16, "g")
     check_owner(ws, inp, total, out)
     check_owner(ws, h, out)
+    require(D <= LONGEST, f"rows of {D} elements, the kernel takes {LONGEST}")
     packs, alone = D // PACK, total.ptr == h.ptr
     if not alone:
         check_owner(ws, h, total)
     threads = block or -(-packs // (MOST_PACKS * 32)) * 32
-    require(32 <= threads <= 512 and threads % 32 == 0, f"a block of {threads} threads: whole warps, up to 512")
+    require(
+        32 <= threads <= MOST_THREADS and threads % 32 == 0,
+        f"a block of {threads} threads: whole warps, up to {MOST_THREADS}",
+    )
     require(packs <= MOST_PACKS * threads, f"rows of {D} elements: a block of {threads} takes {PACK * 2 * threads}")
     across = row_blocks or (1 if alone else max(1, min(ROW_BLOCKS, ws.most_blocks // T, packs)))
     require(1 <= across <= packs, f"{across} blocks share a row of {packs} packs")

@@ -11,6 +11,7 @@ from loaders.dtypes import bf16_to_f32, f32_to_bf16
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.allreduce_flag import FlagWorkspace, allreduce_flag
 from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lamport
+from qwen_raw.kernels.allreduce_norm import LONGEST, allreduce_norm
 from qwen_raw.kernels.allreduce_twoshot import TwoShotWorkspace, allreduce_twoshot
 from qwen_raw.kernels.signal import SignalEnds, signal_put, signal_take
 from qwen_raw.simt import run
@@ -212,6 +213,30 @@ def test_messages_that_do_not_fit_are_refused(world: Any) -> None:
     odd = devices[0].zeros((12,), u16)
     with pytest.raises(QwenRawError, match="whole packs"):
         allreduce_lamport(ws, devices[0].zeros((12,), u16), odd)
+
+
+def test_rows_that_the_fused_norm_does_not_take_are_refused(world: Any) -> None:
+    _, devices = world
+    dev, D = devices[0], LONGEST + 8
+    ws = LamportWorkspace.create(devices, D // 8, limit_ns=LIMIT_NS)[0]
+    h, total, out, inp, g = (
+        dev.zeros(shape, np.dtype(dtype))
+        for shape, dtype in (((1, D), "f4"), ((1, D), "f4"), ((1, D), "u2"), ((1, D), "u2"), ((D,), "u2"))
+    )
+    with pytest.raises(QwenRawError, match=f"rows of {D} elements, the kernel takes {LONGEST}"):
+        allreduce_norm(ws, total, out, h, inp, g, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"), [(513, "laid out for 1 to 512"), (0, "0 blocks"), (200, "wait for each other")]
+)
+def test_blocks_that_cannot_all_be_resident_are_refused(world: Any, grid: int, message: str) -> None:
+    """Each waits for others: one that cannot start would be waited for, for ever."""
+    _, devices = world
+    ws = LamportWorkspace.create(devices, CAPACITY, limit_ns=LIMIT_NS)[0]
+    out, inp = (devices[0].zeros((8,), np.dtype(np.uint16)) for _ in range(2))
+    with pytest.raises(QwenRawError, match=message):
+        allreduce_lamport(ws, out, inp, block=512, grid=grid)
 
 
 @pytest.mark.parametrize("handovers", [1, 10])
