@@ -125,8 +125,6 @@ class Message:
         self._bits = [(rng.uniform(-1, 1, n) / 64).astype(np.float32).view(np.uint32) >> 16 for _ in ranks.devices]
         self.partial = [dev.array(b.astype(np.uint16)) for dev, b in zip(ranks.devices, self._bits, strict=True)]
         self.h = [dev.zeros((n,), F32) for dev in ranks.devices]
-        self.other = [dev.zeros((n,), F32) for dev in ranks.devices]  # fused: the sum goes from h to here and back
-        self._calls = [0] * len(self.h)
         self.out = [dev.empty((n,), BF16) for dev in ranks.devices]
         self.g = [dev.array(np.full(n, 0x3F80, np.uint16)) for dev in ranks.devices]
         name = "lamport" if path == "lamport fused" else path
@@ -139,16 +137,14 @@ class Message:
         reducer, h, partial = self.reducers[rank], self.h[rank], self.partial[rank]
         if self.path == "lamport fused":
             assert isinstance(reducer, Lamport)
-            before, after = (h, self.other[rank])[:: 1 if self._calls[rank] % 2 == 0 else -1]
-            total, out, old, inp = (b.view((1, b.shape[0])) for b in (after, self.out[rank], before, partial))
-            reducer.add_and_norm(total, out, old, inp, self.g[rank], EPS, pdl=pdl)
-            self._calls[rank] += 1
+            row, out, inp = (b.view((1, b.shape[0])) for b in (h, self.out[rank], partial))
+            reducer.add_and_norm(row, out, inp, self.g[rank], EPS, pdl=pdl)
         else:
             reducer.add(h, partial, pdl=pdl)
 
     def check(self) -> None:
         """One call from zero gives the sum, on every rank. Raises QwenRawError otherwise."""
-        for h in (*self.h, *self.other):
+        for h in self.h:
             h.fill(0)
         for rank in range(len(self.h)):
             self.call(rank, False)
@@ -156,7 +152,7 @@ class Message:
         for bits in self._bits:
             want += (bits << 16).astype(np.uint32).view(np.float32)
         tolerance = 2.0**-8 * np.abs(want) if self.path == "twoshot" else 0.0
-        for rank, h in enumerate(self.other if self.path == "lamport fused" else self.h):
+        for rank, h in enumerate(self.h):
             if (np.abs(h.download() - want) > tolerance).any():
                 raise QwenRawError(f"{self.path}: rank {rank}'s sum is wrong")
 

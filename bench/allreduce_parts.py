@@ -59,11 +59,12 @@ _PLANS: dict[str, tuple[str, str, list[tuple[str, str]], str, str]] = {
         "allreduce_norm_bf16",
         [
             (_BARRIER, "push"),
-            ("  uint4 v[PACKS]", "turn and re-arm"),
-            ("  const float inv = ", "wait and reduce"),
+            ("  float f[8] = {}", "turn and re-arm"),
+            ("  ss = warp_sum(ss);\n", "wait and reduce"),
+            ("  const float inv = ", "exchange"),
         ],
         "norm",
-        "    reinterpret_cast<uint4*>(out)[base + j] = pack_bf16x8(f[k]);\n  }\n",
+        "    reinterpret_cast<uint4*>(out)[i] = pack_bf16x8(f);\n  }\n",
     ),
     "flag": (
         "allreduce_flag",

@@ -38,8 +38,8 @@ struct Item {
     const Arrival<RANKS> arrival(end, i);
     uint4 v[RANKS];
     float sum[8];
-    arrival.look(v, turn, 0, own);
-    arrival.wait(v, turn, 0, watch);
+    arrival.look(v, turn, own);
+    arrival.wait(v, turn, watch);
     sum_sources(sum, v);
     out.store(sum);
   }
@@ -51,13 +51,13 @@ DEVICE void allreduce_lamport(Out out, const bf16* in, const Lamport& end, int n
   Item<RANKS, Out> item(out, in, end, first);
   const uint4* turns = turn_address(end);
   settle(turns);
-  Watch watch = watch_start(end.limit);
+  Watch watch;
   griddep_wait();
   const Turn turn = read_turn(turns);
   if (first < n) item.push(turn);
   griddep_launch();
   __syncthreads();
-  next_turn(end, turn, n);
+  next_turn(end, turn, n, 0);
   rearm(end, turn);
   if (first < n) item.finish(end, turn, first, watch);
   for (int i = first + stride; i < n; i += stride) {

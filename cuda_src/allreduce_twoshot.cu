@@ -21,7 +21,7 @@ constexpr int BATCH = 4;  // packs that a thread has under way
 template <int RANKS, class Out>
 DEVICE void allreduce_twoshot(Out out, const bf16* in, const Flags& end, int n) {
   griddep_launch();
-  Watch watch = watch_start(end.limit);
+  Watch watch;
   // This block's packs; rank r owns the r-th part of them.
   const int share = (n + int(gridDim.x) - 1) / int(gridDim.x), begin = min(n, int(blockIdx.x) * share), stop = min(n, begin + share);
   const int part = (stop - begin + end.world - 1) / end.world, mine = min(stop, begin + end.rank * part), mine_stop = min(stop, mine + part);

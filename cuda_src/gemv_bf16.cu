@@ -46,7 +46,7 @@ GEMV_ADD(8, 1, 512, 1)
                                                          const bf16* w_up,   /* [I, K] */                                                     \
                                                          int I, int K, float eps) {                                                           \
     DYN_SHARED(float, shared);                                                                                                                \
-    gemv_swiglu<Fma<WeightBf16, C, R, true>>(act, h, g, w_gate, nullptr, w_up, nullptr, I, K, eps, shared);                                   \
+    gemv_swiglu<Fma<WeightBf16, C, R, true>>(act, PlainHidden{h}, g, w_gate, nullptr, w_up, nullptr, I, K, eps, shared);                                   \
   }                                                                                                                                           \
   KERNEL_OCC(THREADS, BLOCKS) void gemv_qkv_bf16_c##C(bf16* q,            /* [H, HD] */                                                       \
                                                       bf16* k_cache,      /* [KV, max_len, HD] of this layer */                               \
@@ -59,7 +59,7 @@ GEMV_ADD(8, 1, 512, 1)
                                                       const int32_t* pos, /* [1] the token's position, < max_len */                           \
                                                       int H, int KV, int log_half, int max_len, int K, float eps) {                           \
     DYN_SHARED(float, shared);                                                                                                                \
-    gemv_qkv<Fma<WeightBf16, C, R, true>>(q, k_cache, v_cache, h, g, w, nullptr, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
+    gemv_qkv<Fma<WeightBf16, C, R, true>>(q, k_cache, v_cache, PlainHidden{h}, g, w, nullptr, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
   }                                                                                                                                           \
   KERNEL_OCC(THREADS, BLOCKS) void gemv_logits_bf16_c##C(float* logits,  /* [V] */                                                            \
                                                          const float* h, /* [K] */                                                            \
@@ -67,7 +67,7 @@ GEMV_ADD(8, 1, 512, 1)
                                                          const bf16* w,  /* [V, K] */                                                         \
                                                          int V, int K, float eps) {                                                           \
     DYN_SHARED(float, shared);                                                                                                                \
-    gemv_logits<Fma<WeightBf16, C, R, true>>(logits, h, g, w, V, K, eps, shared);                                                             \
+    gemv_logits<Fma<WeightBf16, C, R, true>>(logits, PlainHidden{h}, g, w, V, K, eps, shared);                                                             \
   }                                                                                                                                           \
   KERNEL_OCC(THREADS, BLOCKS) void gemv_choose_bf16_c##C(float* logits,              /* [V] */                                                \
                                                          const float* h,             /* [K] */                                                \

@@ -52,7 +52,7 @@ GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
                                                         const float* s_up,   /* [I] */                                                      \
                                                         int I, int K, float eps) {                                                          \
     DYN_SHARED(float, shared);                                                                                                              \
-    gemv_swiglu<Fma<WeightE4m3, C, R, true>>(act, h, g, w_gate, s_gate, w_up, s_up, I, K, eps, shared);                                     \
+    gemv_swiglu<Fma<WeightE4m3, C, R, true>>(act, PlainHidden{h}, g, w_gate, s_gate, w_up, s_up, I, K, eps, shared);                                     \
   }                                                                                                                                         \
   KERNEL_OCC(THREADS, QKV_BLOCKS) void gemv_qkv_fp8_c##C(bf16* q,            /* [H, HD] */                                                  \
                                                      bf16* k_cache,      /* [KV, max_len, HD] of this layer */                              \
@@ -66,7 +66,7 @@ GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
                                                      const int32_t* pos, /* [1] the token's position, < max_len */                          \
                                                      int H, int KV, int log_half, int max_len, int K, float eps) {                          \
     DYN_SHARED(float, shared);                                                                                                              \
-    gemv_qkv<Fma<WeightE4m3, C, R, true>>(q, k_cache, v_cache, h, g, w, scale, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
+    gemv_qkv<Fma<WeightE4m3, C, R, true>>(q, k_cache, v_cache, PlainHidden{h}, g, w, scale, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
   }
 GEMV_NORMED(1, 8, 256, SWIGLU_C1_BLOCKS, QKV_C1_BLOCKS)
 GEMV_NORMED(2, 4, 512, 1, 1)

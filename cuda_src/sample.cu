@@ -90,9 +90,9 @@ sample_ranks_f32(DecodeState* state,          // [1] the same on all ranks
   uint4 got = tagged(sh.ranks[0], sh.hashes[0], tag);
   if (peer < world && peer != rank) {
     st_volatile_v4(mailboxes.packs(peer) + slots_at + rank, got);
-    Watch watch = watch_start(limit);
+    Watch watch;
     const uint4* slot = mailboxes.packs(rank) + slots_at + peer;
-    while (!carries(got = ld_volatile_v4(slot), tag)) watch_poll(watch, rank, peer, step + 1);
+    while (!carries(got = ld_volatile_v4(slot), tag)) watch_poll(watch, limit, rank, peer, step + 1);
   }
   __syncthreads();  // all have read sh, which is written again now
   if (peer < world) sh.ranks[peer] = rank_in(got), sh.hashes[peer] = hash_in(got);

@@ -35,23 +35,17 @@ DEVICE uint4* slot_of(uint64_t slots, uint32_t k, uint32_t count, int n) { retur
 
 // A replay that is not where its stream operations are: said like a poll that has ended, of hand-over `k`, with no peer to blame.
 DEVICE void require_slot(uint32_t slot, uint32_t k, uint32_t count, PollLimit limit, int rank) {
-  if (slot == ANY_SLOT || slot == k % count) return;
-  uint32_t* fault = reinterpret_cast<uint32_t*>(limit.fault);
-  st_volatile_u32(fault + 1, 0);
-  st_volatile_u32(fault + 2, k);
-  st_release_sys_u32(fault, uint32_t(rank) + 1);
-  __threadfence_system();
-  trap();
+  if (slot != ANY_SLOT && slot != k % count) give_up(limit, rank, -1, k);
 }
 
 // Waits for the credit and stores the payload; whole block. The number of the hand-over.
 DEVICE uint32_t fill_slot(const uint4* payload, uint64_t slots, const uint32_t* credit, const uint32_t* number, uint32_t count, uint32_t slot,
                           int rank, int peer, int n, PollLimit limit) {
   const uint32_t k = *number + 1;
-  Watch watch = watch_start(limit);
+  Watch watch;
   if (threadIdx.x == 0) {
     require_slot(slot, k, count, limit, rank);
-    while (int32_t(ld_acquire_sys_u32(credit) + count - k) < 0) watch_poll(watch, rank, peer, k);
+    while (int32_t(ld_acquire_sys_u32(credit) + count - k) < 0) watch_poll(watch, limit, rank, peer, k);
   }
   __syncthreads();
   uint4* at = slot_of(slots, k, count, n) + 1;
@@ -121,9 +115,9 @@ signal_take(uint4* payload,    // [n]
   griddep_wait();
   const uint32_t k = *number + 1;
   uint32_t* doorbell = reinterpret_cast<uint32_t*>(slot_of(bells, k, count, n));
-  Watch watch = watch_start(limit);
+  Watch watch;
   if (threadIdx.x == 0)
-    while (ld_acquire_sys_u32(doorbell) != ring_of(k)) watch_poll(watch, rank, peer, k);
+    while (ld_acquire_sys_u32(doorbell) != ring_of(k)) watch_poll(watch, limit, rank, peer, k);
   __syncthreads();
   empty_slot(payload, slots, doorbell, credit, number, k, count, n);
 }
@@ -140,10 +134,10 @@ signal_fetch(uint4* payload,    // [n]
   griddep_wait();
   const uint32_t k = *number + 1;
   uint32_t* doorbell = reinterpret_cast<uint32_t*>(slot_of(bells, k, count, n));
-  Watch watch = watch_start(limit);
+  Watch watch;
   if (threadIdx.x == 0) {
     require_slot(slot, k, count, limit, rank);
-    while ((ld_acquire_sys_u32(doorbell) & MAGNITUDE) == 0) watch_poll(watch, rank, peer, k);
+    while ((ld_acquire_sys_u32(doorbell) & MAGNITUDE) == 0) watch_poll(watch, limit, rank, peer, k);
   }
   __syncthreads();
   empty_slot(payload, slots, doorbell, credit, number, k, count, n);

@@ -40,7 +40,7 @@ DEVICE void block_barrier(const Flags& end, uint32_t epoch, Watch& watch) {
     __threadfence_system();
     st_release_sys_u32(end.word(peer, epoch, end.rank), epoch);
     const uint32_t* mine = end.word(end.rank, epoch, peer);
-    while (ld_acquire_sys_u32(mine) != epoch) watch_poll(watch, end.rank, peer, epoch);
+    while (ld_acquire_sys_u32(mine) != epoch) watch_poll(watch, end.limit, end.rank, peer, epoch);
   }
   __syncthreads();
 }

@@ -19,6 +19,7 @@
 #pragma once
 #include "choose.cuh"
 #include "gemv_sums.cuh"
+#include "hidden.cuh"
 
 // Plain x, residual add: h[n] += scale[n]·(W·x)[n]. O-projection and down-projection.
 template <class Engine>
@@ -60,10 +61,10 @@ DEVICE void gemv_store(bf16* y, const bf16* x, const typename Engine::W::type* w
 }
 
 // RMSNorm, then gate and up, then SwiGLU: act[i] = silu(gate_i·x)·(up_i·x).
-template <class Engine>
-DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename Engine::W::type* w_gate, const float* s_gate,
+template <class Engine, class Hidden>
+DEVICE void gemv_swiglu(bf16* act, Hidden h, const bf16* g, const typename Engine::W::type* w_gate, const float* s_gate,
                         const typename Engine::W::type* w_up, const float* s_up, int I, int K, float eps, float* shared) {
-  griddep_launch();
+  h.start();
   const Share units = block_share(I);
   const RowsGateUp<typename Engine::W::type> at{w_gate + int64_t(units.begin) * K, w_up + int64_t(units.begin) * K, K};
   const Sums sums{shared, 2 * units.count};
@@ -72,9 +73,10 @@ DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename
   engine.norm_weight(g, K);
   float *gates = sums.constants(0), *ups = sums.constants(1);
   if (Engine::W::SCALED) stage(gates, s_gate + units.begin, units.count), stage(ups, s_up + units.begin, units.count);
-  griddep_wait();
+  h.wait();
   const float ss = engine.normed(h, K);
   engine.multiply(sums, at, K, ss);
+  h.join();
   const float inv = sums.inverse_rms(K, eps);
   for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
     float gate = sums.total(2 * u) * inv, up = sums.total(2 * u + 1) * inv;
@@ -84,11 +86,11 @@ DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename
 }
 
 // RMSNorm, then Q, K and V with bias, RoPE on Q and K, K and V appended to the cache at the token's position.
-template <class Engine>
-DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, const bf16* g, const typename Engine::W::type* w, const float* scale,
+template <class Engine, class Hidden>
+DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, Hidden h, const bf16* g, const typename Engine::W::type* w, const float* scale,
                      const float* bias, const float2* rope, const int32_t* pos_ptr, int H, int KV, int log_half, int max_len, int K,
                      float eps, float* shared) {
-  griddep_launch();
+  h.start();
   const int half = 1 << log_half, HD = 2 * half;
   const Share units = block_share((H + 2 * KV) * half);
   const RowsRotary<typename Engine::W::type> at{w, K, units.begin, log_half};
@@ -101,12 +103,13 @@ DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, cons
     biases[j] = bias[at.index(j)];
     if (Engine::W::SCALED) scales[j] = scale[at.index(j)];
   }
-  griddep_wait();
+  h.wait();
   const int pos = *pos_ptr;
   const float ss = engine.normed(h, K);
   const float2* angles = rope + int64_t(pos) * half;
   const float2 early = angles[(units.begin + int(threadIdx.x)) % half];  // of this thread's first unit
   engine.multiply(sums, at, K, ss);
+  h.join();
   const float inv = sums.inverse_rms(K, eps);
   for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
     const int p = units.begin + u, head = p >> log_half, d = p % half;
@@ -123,18 +126,19 @@ DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, cons
 }
 
 // RMSNorm, then the LM head: logits[v] fp32.
-template <class Engine>
-DEVICE void gemv_logits(float* logits, const float* h, const bf16* g, const typename Engine::W::type* w, int V, int K, float eps, float* shared) {
-  griddep_launch();
+template <class Engine, class Hidden>
+DEVICE void gemv_logits(float* logits, Hidden h, const bf16* g, const typename Engine::W::type* w, int V, int K, float eps, float* shared) {
+  h.start();
   const Share rows = block_share(V);
   const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
   const Sums sums{shared, rows.count};
   Engine engine;
   engine.request(at, rows.count, K);
   engine.norm_weight(g, K);
-  griddep_wait();
+  h.wait();
   const float ss = engine.normed(h, K);
   engine.multiply(sums, at, K, ss);
+  h.join();
   const float inv = sums.inverse_rms(K, eps);
   for (int j = threadIdx.x; j < rows.count; j += blockDim.x) logits[rows.begin + j] = sums.total(j) * inv;
 }
@@ -154,7 +158,8 @@ DEVICE void gemv_choose(float* logits, const float* h, const bf16* g, const type
   griddep_wait();
   const SampleParams p = *params;
   const uint32_t position = uint32_t(state->pos) + 1;
-  const float ss = engine.normed(h, K);
+  PlainHidden hidden{h};
+  const float ss = engine.normed(hidden, K);
   engine.multiply(sums, at, K, ss);
   const float inv = sums.inverse_rms(K, eps);
   uint64_t rank = 0;

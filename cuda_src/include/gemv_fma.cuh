@@ -70,26 +70,40 @@ DEVICE void fetch_x(XBf16<W, C>& x, const bf16* src, int K) {
   }
 }
 
-// x = h·g, the input of a linear but for RMSNorm's scalar; returns this thread's share of Σ h². h fp32 [K].
-template <class W, int C>
-DEVICE float fetch_weighted(XFloat<W, C>& x, const float* h, const XBf16<W, C>& g, int K) {
+// x = h·g, the input of a linear but for RMSNorm's scalar; returns this thread's share of Σ h². h: as in include/hidden.cuh, [K].
+template <class W, int C, class Hidden>
+DEVICE float fetch_weighted(XFloat<W, C>& x, Hidden& h, const XBf16<W, C>& g, int K) {
+  bool missing = true;
+  do {
+    if (!missing) continue;
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+      const int k = (c * int(blockDim.x) + int(threadIdx.x)) * W::PACK;
+#pragma unroll
+      for (int i = 0; i < W::PACK; i += 4) {
+        const float4 v = k < K ? h.load(k + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+        x.v[c][i] = v.x, x.v[c][i + 1] = v.y, x.v[c][i + 2] = v.z, x.v[c][i + 3] = v.w;
+      }
+    }
+    missing = false;
+#pragma unroll
+    for (int c = 0; c < C; c++)
+#pragma unroll
+      for (int i = 0; i < W::PACK; i++) missing |= h.missing(x.v[c][i]);
+  } while (h.again(missing));
   float ss = 0.f;
 #pragma unroll
-  for (int c = 0; c < C; c++) {
-    const int k = (c * int(blockDim.x) + int(threadIdx.x)) * W::PACK;
+  for (int c = 0; c < C; c++)
 #pragma unroll
     for (int part = 0; part < W::PACK / 8; part++) {
       float w[8];
       g.eight(w, c, part);
 #pragma unroll
-      for (int q = 0; q < 2; q++) {
-        const float4 v = k < K ? ld_global_f4(h + k + 8 * part + 4 * q) : make_float4(0.f, 0.f, 0.f, 0.f);
-        float* out = &x.v[c][8 * part + 4 * q];
-        out[0] = v.x * w[4 * q], out[1] = v.y * w[4 * q + 1], out[2] = v.z * w[4 * q + 2], out[3] = v.w * w[4 * q + 3];
-        ss = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, ss))));
+      for (int i = 0; i < 8; i++) {
+        float& v = x.v[c][8 * part + i];
+        ss = fmaf(v, v, ss), v *= w[i];
       }
     }
-  }
   return ss;
 }
 
@@ -175,7 +189,8 @@ struct Fma {
   DEVICE void norm_weight(const bf16* g, int K) { fetch_x(plain, g, K); }
   // After it. normed: returns this thread's share of Σ h².
   DEVICE void input(const bf16* x, int K) { fetch_x(plain, x, K); }
-  DEVICE float normed(const float* h, int K) { return fetch_weighted(weighted, h, plain, K); }
+  template <class Hidden>
+  DEVICE float normed(Hidden& h, int K) { return fetch_weighted(weighted, h, plain, K); }
   template <class Rows>
   DEVICE void multiply(const Sums& sums, const Rows& rows, int K, float square_sum) {
     if (NORMED)

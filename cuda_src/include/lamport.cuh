@@ -30,15 +30,20 @@ struct Turn {
   uint32_t start;  // of this call's buffer, in packs
   uint32_t packs;  // a source, that the buffer before this one was filled with
   uint32_t calls;  // so far; for the fault record
+  uint32_t parts;  // words that the previous call exchanged inside this rank (allreduce_norm.cu)
 };
 
 // One rank's end of a communicator; passed by value.
 struct Lamport {
   Peers receive;   // each rank's receive memory
   uint64_t turns;  // Turn [blocks], 16 bytes apart, this rank's, zero before the first call
+  uint64_t parts;  // u32 [3, capacity], this rank's, armed: what warps of a launch tell each other, in the same rotation
   PollLimit limit;
   int32_t rank, world, capacity, blocks;  // capacity: packs a message; blocks: most of a launch
   DEVICE uint32_t buffer() const { return uint32_t(world) * uint32_t(capacity); }  // packs
+  DEVICE uint32_t* parts_of(uint32_t start) const {
+    return reinterpret_cast<uint32_t*>(parts) + (start == 0 ? 0 : start == buffer() ? 1 : 2) * capacity;
+  }
 };
 
 DEVICE uint32_t sanitise(uint32_t w) { return w == SENTINEL ? 0u : w; }
@@ -53,12 +58,12 @@ DEVICE int block_count() { return gridDim.x * gridDim.y; }
 DEVICE const uint4* turn_address(const Lamport& end) { return reinterpret_cast<const uint4*>(end.turns) + block_number(); }
 DEVICE Turn read_turn(const uint4* address) {
   const uint4 v = ld_global_v4(address);
-  return {v.x, v.y, v.z};
+  return {v.x, v.y, v.z, v.w};
 }
 // After a barrier: every thread of the block has read its turn.
-DEVICE void next_turn(const Lamport& end, const Turn& turn, int packs) {
+DEVICE void next_turn(const Lamport& end, const Turn& turn, int packs, int parts) {
   const uint32_t start = turn.start + end.buffer();
-  const uint4 next = make_uint4(start == BUFFERS * end.buffer() ? 0 : start, packs, turn.calls + 1, 0);
+  const uint4 next = make_uint4(start == BUFFERS * end.buffer() ? 0 : start, packs, turn.calls + 1, parts);
 #pragma unroll 1
   for (int i = block_number() + int(threadIdx.x) * block_count(); i < end.blocks; i += int(blockDim.x) * block_count())
     reinterpret_cast<uint4*>(end.turns)[i] = next;
@@ -72,6 +77,9 @@ DEVICE void rearm(const Lamport& end, const Turn& turn) {
   for (int source = 0; source < end.world; source++, mine += end.capacity)
 #pragma unroll 1
     for (int i = first; source != end.rank && i < int(turn.packs); i += stride) st_volatile_v4(mine + i, armed_pack());
+  uint32_t* parts = end.parts_of(previous);
+#pragma unroll 1
+  for (int i = first; i < int(turn.parts); i += stride) st_volatile_u32(parts + i, SENTINEL);
 }
 
 // Where pack i of this rank goes in each peer's memory; to[0] is the right neighbour's, so that no two ranks begin with the same peer.
@@ -97,28 +105,27 @@ struct Route {
 // Where pack i of every source arrives in this rank's memory.
 template <int RANKS>
 struct Arrival {
+  const Lamport& end;
   const uint4* mine;  // of source 0
-  uint32_t capacity;
-  int rank, world;
-  DEVICE Arrival(const Lamport& end, int i) : mine(end.receive.packs(end.rank) + i), capacity(end.capacity), rank(end.rank), world(end.world) {}
-  DEVICE uint4 load(const Turn& turn, int further, int s) const { return ld_volatile_v4(mine + (turn.start + uint32_t(s) * capacity + further)); }
-  // A first look at pack i + further of all sources at once; this rank's own comes from its registers, and beyond the world is zero.
-  DEVICE void look(uint4 (&v)[RANKS], const Turn& turn, int further, uint4 own) const {
+  DEVICE Arrival(const Lamport& end, int i) : end(end), mine(end.receive.packs(end.rank) + i) {}
+  DEVICE uint4 load(const Turn& turn, int s) const { return ld_volatile_v4(mine + (turn.start + uint32_t(s) * uint32_t(end.capacity))); }
+  // A first look at all sources at once; this rank's own comes from its registers, and beyond the world is zero.
+  DEVICE void look(uint4 (&v)[RANKS], const Turn& turn, uint4 own) const {
 #pragma unroll
-    for (int s = 0; s < RANKS; s++) v[s] = s == rank ? own : s < world ? load(turn, further, s) : make_uint4(0, 0, 0, 0);
+    for (int s = 0; s < RANKS; s++) v[s] = s == end.rank ? own : s < end.world ? load(turn, s) : make_uint4(0, 0, 0, 0);
   }
   // More looks, until every source's pack has arrived whole.
-  DEVICE void wait(uint4 (&v)[RANKS], const Turn& turn, int further, Watch& watch) const {
+  DEVICE void wait(uint4 (&v)[RANKS], const Turn& turn, Watch& watch) const {
     for (;;) {
       int missing = -1;
 #pragma unroll
       for (int s = 0; s < RANKS; s++)
         if (has_hole(v[s])) {
           missing = s;
-          v[s] = load(turn, further, s);
+          v[s] = load(turn, s);
         }
       if (missing < 0) return;
-      watch_poll(watch, rank, missing, turn.calls + 1);
+      watch_poll(watch, end.limit, end.rank, missing, turn.calls + 1);
     }
   }
 };

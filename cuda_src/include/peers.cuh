@@ -17,25 +17,30 @@ struct PollLimit {
   uint64_t fault;  // address of 4 words that the host can read: {1 + rank that waits, 1 + peer waited for, call (twoshot: barrier), unused}
 };
 
-// One thread's watch over its polls. The clock is read every 1,024th poll only: it is far slower than a poll.
-struct Watch {
-  PollLimit limit;
-  uint64_t until;
-  uint32_t polls;
-};
-DEVICE Watch watch_start(PollLimit limit) { return {limit, 0, 0}; }
-// One more unsuccessful poll: traps, having written the fault record, when the time is up. The fence: a trap completes no stores.
-DEVICE void watch_poll(Watch& w, int rank, int peer, uint32_t call) {
-  if (w.limit.ns == 0 || ++w.polls % 1024 != 1) return;
-  const uint64_t now = global_timer_ns();
-  if (w.until == 0) w.until = now + w.limit.ns;
-  if (now < w.until) return;
-  uint32_t* fault = reinterpret_cast<uint32_t*>(w.limit.fault);
+// Polls after which a thread that waits for another of its own rank takes it for missing: at least 5 s.
+constexpr uint32_t LOCAL_POLLS = 1u << 24;
+
+// Says who gave up on whom, and ends the launch. The fence: a trap completes no stores.
+DEVICE void give_up(const PollLimit& limit, int rank, int peer, uint32_t call) {
+  uint32_t* fault = reinterpret_cast<uint32_t*>(limit.fault);
   st_volatile_u32(fault + 1, uint32_t(peer) + 1);
   st_volatile_u32(fault + 2, call);
   st_release_sys_u32(fault, uint32_t(rank) + 1);
   __threadfence_system();
   trap();
+}
+
+// One thread's watch over its polls. The clock is read every 1,024th poll only: it is far slower than a poll.
+struct Watch {
+  uint64_t until = 0;
+  uint32_t polls = 0;
+};
+// One more unsuccessful poll: gives up when the time is over.
+DEVICE void watch_poll(Watch& w, const PollLimit& limit, int rank, int peer, uint32_t call) {
+  if (limit.ns == 0 || ++w.polls % 1024 != 1) return;
+  const uint64_t now = global_timer_ns();
+  if (w.until == 0) w.until = now + limit.ns;
+  if (now >= w.until) give_up(limit, rank, peer, call);
 }
 
 // Eight bf16 added to eight fp32 sums.
@@ -73,8 +78,9 @@ struct Accumulate {  // added to the fp32 residual stream
 #pragma unroll
     for (int i = 0; i < 8; i++) sum[i] = old[i] + sum[i];
   }
+  DEVICE void put(const float (&v)[8]) const { at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]); }
   DEVICE void store(float (&sum)[8]) const {
     add(sum);
-    at[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), at[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    put(sum);
   }
 };

@@ -7,6 +7,9 @@
 
 namespace simt {
 
+// Launches of a stream that may run at once: dependent launches chain as deep as there is room on a GPU.
+constexpr size_t MOST_ACTIVE = 6;
+
 void World::enqueue(std::unique_ptr<Launch> launch) {
   Rank& r = ranks[size_t(launch->rank)];
   launch->seq = ++r.launched;
@@ -29,7 +32,7 @@ bool World::start_next_launch(Rank& r) {
   Launch& next = *r.queue.front();
   if (!r.active.empty()) {
     const Launch& before = *r.active.back();
-    const bool early = options.random && next.entry && next.dependent && r.active.size() < 3 && before.triggers == before.blocks();
+    const bool early = options.random && next.entry && next.dependent && r.active.size() < MOST_ACTIVE && before.triggers == before.blocks();
     if (!early) return false;
     next.previous_complete = false;
   }

@@ -68,8 +68,7 @@ Collective* begin_collective(Warp& w, uint32_t mask, const WarpOp& op, Place pla
     w.epoch++;
     if (world->race) world->race->warp_barrier(w, mask);
   }
-  w.in_use &= ~(1u << (c - w.pending.data()));
-  world->progress++;
+  w.in_use &= ~(1u << (c - w.pending.data()));  // no progress: a warp that polls together meets in one after every look
   world->make_ready(w, mask & ~(1u << running_thread()->lane));
 }
 

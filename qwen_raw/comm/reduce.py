@@ -82,10 +82,10 @@ class Lamport:
         allreduce_lamport(self.end, h, partial, add=True, pdl=pdl)
 
     def add_and_norm(
-        self, total: Buffer, out: Buffer, h: Buffer, partial: Buffer, g: Buffer, eps: float, *, pdl: bool = False
+        self, h: Buffer, out: Buffer, partial: Buffer, g: Buffer, eps: float, *, pdl: bool = False
     ) -> None:
-        """Queue total f32 [T, D] = h + Σ partial bf16 [T, D], and out bf16 [T, D] = RMSNorm(total)·g, in one launch."""
-        allreduce_norm(self.end, total, out, h, partial, g, eps, pdl=pdl)
+        """Queue h f32 [T, D] += Σ partial bf16 [T, D], then out bf16 [T, D] = RMSNorm(h)·g, in one launch."""
+        allreduce_norm(self.end, h, out, partial, g, eps, pdl=pdl)
 
     def fault(self) -> str | None:
         """See Reducer."""

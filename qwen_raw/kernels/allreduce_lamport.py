@@ -30,6 +30,7 @@ STRUCT = np.dtype(
     [
         ("receive", U64, MAX_RANKS),
         ("turns", U64),
+        ("parts", U64),
         ("limit", U64, 2),
         *((n, I32) for n in ("rank", "world", "capacity", "blocks")),
     ]
@@ -48,13 +49,15 @@ class LamportWorkspace:
     most_blocks: int  # that launchers choose by themselves
     receive: tuple[Buffer, ...]  # every rank's: u32 [3, world, capacity, 4], armed
     turns: Buffer  # u32 [BLOCKS, 4], zero
+    parts: Buffer  # u32 [3, capacity], armed
     limit: PollLimit
 
     @property
     def struct(self) -> np.ndarray[Any, Any]:
         """struct Lamport."""
         dims = (self.rank, self.world, self.capacity, BLOCKS)
-        return np.array([(peer_struct(self.receive), self.turns.ptr, self.limit.struct(), *dims)], STRUCT)
+        own = (self.turns.ptr, self.parts.ptr, self.limit.struct())
+        return np.array([(peer_struct(self.receive), *own, *dims)], STRUCT)
 
     @staticmethod
     def create(devices: Sequence[Device], capacity: int, *, limit_ns: int) -> list[LamportWorkspace]:
@@ -66,7 +69,7 @@ class LamportWorkspace:
         ends = [
             LamportWorkspace(
                 dev, rank, world, capacity, ranks_on_gpu(devices, rank), polling_blocks(devices, rank), receive,
-                dev.zeros((BLOCKS, 4), U32), PollLimit.create(dev, limit_ns),
+                dev.zeros((BLOCKS, 4), U32), dev.array(armed[:, 0, :, 0]), PollLimit.create(dev, limit_ns),
             )
             for rank, dev in enumerate(devices)
         ]  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, F32, I32, Arg, Buffer, Device, Kernel
 from qwen_raw.errors import QwenRawError, require
+from qwen_raw.kernels.exchange import PeerSum
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
 from qwen_raw.kernels.sample import SLOTS, Sampler, sample
 
@@ -24,7 +25,7 @@ class Variants:
 
     def choose(self, op: str, K: int) -> tuple[int, int]:
         """(C, threads): the fewest packs a thread that a block of whole warps can cover K with."""
-        table = self.add_threads if op in ("add", "store") else self.normed_threads
+        table = self.add_threads if op in ("add", "store", "push") else self.normed_threads
         for C, most in table.items():
             threads = -(-(K // self.pack) // (C * WARP)) * WARP
             if threads <= most:
@@ -44,32 +45,51 @@ class Gemv:
     swiglu_blocks_per_sm: int  # the same for gate and up
 
     def _geometry(
-        self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, grid: int | None
+        self,
+        dev: Device,
+        op: str,
+        units: int,
+        rows_per_unit: int,
+        K: int,
+        grid: int | None,
+        peers: PeerSum | None = None,
     ) -> tuple[Kernel, int, int, int]:
         """The kernel of a product, its blocks, threads and bytes of shared memory."""
         C, threads = self.variants.choose(op, K)
-        kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
+        kernel = dev.kernel(self.stem, f"gemv_{'peers_' if peers else ''}{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
         blocks = smem = resident = 0
         # One wave: what a multiprocessor holds, at most so many. Fewer blocks need more memory each.
         most = self.swiglu_blocks_per_sm if op == "swiglu" else self.blocks_per_sm
         for per_sm in range(most, 0, -1):
-            blocks = min(units, grid or dev.sm_count * per_sm)
+            blocks = min(units, grid or (dev.sm_count * per_sm if peers is None else peers.most_blocks(per_sm)))
             smem = _shared_bytes(units, blocks, rows_per_unit, threads)
             resident = dev.resident_blocks(kernel, threads, smem)
             if resident >= per_sm or (grid and resident):
                 break
         # Many rows on few multiprocessors: one wave's sums do not fit, several waves of smaller blocks do.
-        while not resident and grid is None and blocks < units:
+        while not resident and grid is None and peers is None and blocks < units:
             blocks = min(2 * blocks, units)
             smem = _shared_bytes(units, blocks, rows_per_unit, threads)
             resident = dev.resident_blocks(kernel, threads, smem)
         require(resident > 0, f"gemv_{op}: {units} units in {blocks} blocks need {smem} bytes of shared memory each")
+        if peers is not None:
+            peers.check_blocks(blocks, resident)
         return kernel, blocks, threads, smem
 
     def _launch(
-        self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, args: list[Arg], pdl: bool, grid: int | None
+        self,
+        dev: Device,
+        op: str,
+        units: int,
+        rows_per_unit: int,
+        K: int,
+        args: list[Arg],
+        pdl: bool,
+        grid: int | None,
+        peers: PeerSum | None = None,
     ) -> None:
-        kernel, blocks, threads, smem = self._geometry(dev, op, units, rows_per_unit, K, grid)
+        kernel, blocks, threads, smem = self._geometry(dev, op, units, rows_per_unit, K, grid, peers)
+        pdl = pdl and (peers is None or peers.end.sharing == 1)
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
     def _weights(self, *linears: Linear) -> list[Arg]:
@@ -98,11 +118,20 @@ class Gemv:
         args = [y, x, *self._weights(w), np.int32(w.N), np.int32(w.K)]
         self._launch(dev, "store", w.N, 1, w.K, args, pdl, grid)
 
+    def push(
+        self, dev: Device, to: PeerSum, x: Buffer, w: Linear, *, pdl: bool = False, grid: int | None = None
+    ) -> None:
+        """W·x in fp32, x bf16 [K], to every rank: what the next product adds to h. Needs one of gemv_peers_*.GEMV."""
+        to.check(dev, w.N)
+        check_buffer(x, (w.K,), BF16, "x")
+        args = [*to.args(), x, *self._weights(w), np.int32(w.N), np.int32(w.K)]
+        self._launch(dev, "push", w.N, 1, w.K, args, pdl and to.end.sharing == 1, grid)
+
     def swiglu(
         self,
         dev: Device,
         act: Buffer,
-        h: Buffer,
+        h: Buffer | PeerSum,
         g: Buffer,
         gate: Linear,
         up: Linear,
@@ -114,10 +143,17 @@ class Gemv:
         """act bf16 [I] = silu(Wg·n)·(Wu·n), n = RMSNorm(h f32 [K], g bf16 [K])."""
         require((gate.N, gate.K) == (up.N, up.K), f"gate is {gate.weight.shape}, up is {up.weight.shape}")
         check_buffer(act, (gate.N,), BF16, "act")
-        check_buffer(h, (gate.K,), F32, "h")
         check_buffer(g, (gate.K,), BF16, "g")
-        args = [act, h, g, *self._weights(gate, up), np.int32(gate.N), np.int32(gate.K), np.float32(eps)]
-        self._launch(dev, "swiglu", gate.N, 2, gate.K, args, pdl, grid)
+        args = [
+            act,
+            *_hidden(dev, h, gate.K),
+            g,
+            *self._weights(gate, up),
+            np.int32(gate.N),
+            np.int32(gate.K),
+            np.float32(eps),
+        ]
+        self._launch(dev, "swiglu", gate.N, 2, gate.K, args, pdl, grid, _sum(h))
 
     def qkv(
         self,
@@ -125,7 +161,7 @@ class Gemv:
         q: Buffer,
         k_cache: Buffer,
         v_cache: Buffer,
-        h: Buffer,
+        h: Buffer | PeerSum,
         g: Buffer,
         w: Linear,
         bias: Buffer,
@@ -148,20 +184,31 @@ class Gemv:
         check_buffer(q, (H, HD), BF16, "q")
         check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
         check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
-        check_buffer(h, (w.K,), F32, "h")
         check_buffer(g, (w.K,), BF16, "g")
         check_buffer(bias, (w.N,), F32, "bias")
         check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
         require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
         dims = [np.int32(n) for n in (H, KV, HD.bit_length() - 2, max_len, w.K)]
-        args = [q, k_cache, v_cache, h, g, *self._weights(w), bias, rope, pos, *dims, np.float32(eps)]
-        self._launch(dev, "qkv", w.N // 2, 2, w.K, args, pdl, grid)
+        args = [
+            q,
+            k_cache,
+            v_cache,
+            *_hidden(dev, h, w.K),
+            g,
+            *self._weights(w),
+            bias,
+            rope,
+            pos,
+            *dims,
+            np.float32(eps),
+        ]
+        self._launch(dev, "qkv", w.N // 2, 2, w.K, args, pdl, grid, _sum(h))
 
     def logits(
         self,
         dev: Device,
         out: Buffer,
-        h: Buffer,
+        h: Buffer | PeerSum,
         g: Buffer,
         w: Linear,
         eps: float,
@@ -171,10 +218,9 @@ class Gemv:
     ) -> None:
         """out f32 [V] = W·RMSNorm(h f32 [K], g bf16 [K])."""
         check_buffer(out, (w.N,), F32, "logits")
-        check_buffer(h, (w.K,), F32, "h")
         check_buffer(g, (w.K,), BF16, "g")
-        args = [out, h, g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
-        self._launch(dev, "logits", w.N, 1, w.K, args, pdl, grid)
+        args = [out, *_hidden(dev, h, w.K), g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
+        self._launch(dev, "logits", w.N, 1, w.K, args, pdl, grid, _sum(h))
 
     def choose(
         self,
@@ -205,6 +251,19 @@ class Gemv:
         args = [out, h, g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
         args += [s.state, s.params, s.best, s.counter, s.ring.buffer, np.int32(SLOTS)]
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
+
+
+def _sum(h: Buffer | PeerSum) -> PeerSum | None:
+    return h if isinstance(h, PeerSum) else None
+
+
+def _hidden(dev: Device, h: Buffer | PeerSum, K: int) -> list[Arg]:
+    """Kernel arguments for where h [K] is: in memory, or still on its way from the ranks."""
+    if isinstance(h, PeerSum):
+        h.check(dev, K)
+        return h.args()
+    check_buffer(h, (K,), F32, "h")
+    return [h]
 
 
 def _shared_bytes(units: int, blocks: int, rows_per_unit: int, threads: int) -> int:

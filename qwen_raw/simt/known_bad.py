@@ -71,7 +71,7 @@ DEVICE void counter_barrier(const Flags& end, uint32_t epoch, Watch& watch) {
     const uint32_t turn = ++*end.word(end.rank, 1, peer);  // this block's barriers so far
     red_release_sys_add_u32(end.word(peer, 0, peer), 1);
     const uint32_t* mine = end.word(end.rank, 0, end.rank);
-    while (ld_acquire_sys_u32(mine) < turn * (end.world - 1)) watch_poll(watch, end.rank, peer, epoch);
+    while (ld_acquire_sys_u32(mine) < turn * (end.world - 1)) watch_poll(watch, end.limit, end.rank, peer, epoch);
   }
   __syncthreads();
 }
@@ -181,7 +181,7 @@ VARIANTS = {
             "allreduce_lamport",
             "allreduce_lamport",
             "the buffer is re-armed with this call's length: after a shorter call old words pass for new ones",
-            edits=(("  rearm(end, turn);\n", "  rearm(end, {turn.start, uint32_t(n), 0});\n"),),
+            edits=(("  rearm(end, turn);\n", "  rearm(end, {turn.start, uint32_t(n), 0, 0});\n"),),
         ),
         Variant(
             "first_thread_rotates",
@@ -209,6 +209,41 @@ VARIANTS = {
                     "  const Turn turn = read_turn(turns);\n  griddep_wait();\n",
                 ),
             ),
+        ),
+        Variant(
+            "parts_stay",
+            "allreduce_norm",
+            "allreduce_norm",
+            "the words that a row's warps exchange are not re-armed: three calls later old parts pass for new",
+            edits=(("packs * int(gridDim.y), warps * int(gridDim.y));", "packs * int(gridDim.y), 0);"),),
+        ),
+        Variant(
+            "early_launch",
+            "gemv_peers",
+            "gemv_peers_bf16",
+            "a product lets the next launch start before it has own data: consumers pile up and poll what is old",
+            header="gemv_peers.cuh",
+            header_edits=(
+                ("  DEVICE void start() const {}\n", "  DEVICE void start() const { griddep_launch(); }\n"),
+                ("    __syncthreads();\n    griddep_launch();\n", "    __syncthreads();\n"),
+            ),
+        ),
+        Variant(
+            "first_like_others",
+            "gemv_peers",
+            "gemv_peers_bf16",
+            "the first sum of a step waits for nobody's end: nothing orders its read of h after the embedding's stores",
+            header="gemv_peers.cuh",
+            header_edits=(("    if (first) griddep_wait();\n", ""),),
+            race=True,
+        ),
+        Variant(
+            "receive_stays",
+            "gemv_peers",
+            "gemv_peers_bf16",
+            "what was received is not re-armed: two sums later it passes for new",
+            header="gemv_peers.cuh",
+            header_edits=(("      if (mine) st_volatile_u32(slots + i, SENTINEL);\n", ""),),
         ),
         Variant(
             "late_wait",
@@ -276,7 +311,8 @@ VARIANTS = {
                 ("int64_t(k % count)", "int64_t(k % 2u)"),
                 ("(credit) + count - k)", "(credit) + 2u - k)"),
                 (
-                    "    while (int32_t(ld_acquire_sys_u32(credit) + 2u - k) < 0) watch_poll(watch, rank, peer, k);\n",
+                    "    while (int32_t(ld_acquire_sys_u32(credit) + 2u - k) < 0) "
+                    "watch_poll(watch, limit, rank, peer, k);\n",
                     "    watch.polls = 0;\n",
                 ),
             ),

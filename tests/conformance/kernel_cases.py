@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,11 +88,11 @@ def gemv_cases(gemv: Any) -> list[Case]:
     ops: dict[str, Callable[..., Outputs]] = {
         "add": gemv_add,
         "store": gemv_store,
-        "swiglu": gemv_swiglu,
-        "qkv": gemv_qkv,
+        "swiglu": partial(run_normed, op="swiglu"),
+        "qkv": partial(run_normed, op="qkv"),
     }
     if not gemv.fp8:
-        ops["logits"] = gemv_logits
+        ops["logits"] = partial(run_normed, op="logits")
 
     def case(op: str, C: int, K: int) -> Case:
         return Case(f"gemv_{op}_{suffix}_c{C}", lambda machine, rng: ops[op](machine.dev, rng, gemv, K))
@@ -121,40 +122,60 @@ def gemv_store(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs
     return {"y": exact(y.download())}
 
 
-def normed_input(dev: Any, rng: np.random.Generator, K: int) -> tuple[Buffer, Buffer]:
-    return dev.array(3 * fp32(rng, K)), dev.array(bf16_input(rng, K)[0])
+@dataclass(frozen=True)
+class Normed:
+    """A product that begins with RMSNorm: `launch(h)`, and after a wait `collect()`."""
+
+    launch: Callable[[Any], None]
+    collect: Callable[[], Outputs]
 
 
-def gemv_swiglu(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
+def run_normed(dev: Any, rng: np.random.Generator, gemv: Any, K: int, op: str) -> Outputs:
+    """The product of a residual stream in memory."""
+    product = NORMED_OPS[op](dev, rng, gemv, K)
+    product.launch(dev.array(3 * fp32(rng, K)))
+    return product.collect()
+
+
+def gemv_swiglu(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Normed:
     """rsqrtf in both factors and expf: tens of fp32 ulp of the result, then bf16."""
-    h, g = normed_input(dev, rng, K)
-    gate, up = (make_linear(dev, rng, 67, K, gemv.fp8)[0] for _ in range(2))
+    g, (gate, up) = dev.array(bf16_input(rng, K)[0]), (make_linear(dev, rng, 67, K, gemv.fp8)[0] for _ in range(2))
     act = dev.zeros((67,), BF16)
-    gemv.swiglu(dev, act, h, g, gate, up, EPS, grid=3)
-    return {"act": rounded(act.download())}
+    return Normed(
+        lambda h: gemv.swiglu(dev, act, h, g, gate, up, EPS, grid=3), lambda: {"act": rounded(act.download())}
+    )
 
 
-def gemv_logits(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
+def gemv_logits(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Normed:
     """The sums agree in every bit; rsqrtf is right to 2 ulp on a GPU and 1.5 here, the product adds one: 2^-21."""
-    h, g = normed_input(dev, rng, K)
+    g, w = dev.array(bf16_input(rng, K)[0]), make_linear(dev, rng, 131, K, False)[0]
     out = dev.zeros((131,), F32)
-    gemv.logits(dev, out, h, g, make_linear(dev, rng, 131, K, False)[0], EPS, grid=3)
-    logits = out.download()
-    return {"logits": Output(logits, 2.0**-21 * np.abs(logits.astype(np.float64)))}
+
+    def collect() -> Outputs:
+        logits = out.download()
+        return {"logits": Output(logits, 2.0**-21 * np.abs(logits.astype(np.float64)))}
+
+    return Normed(lambda h: gemv.logits(dev, out, h, g, w, EPS, grid=3), collect)
 
 
-def gemv_qkv(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
+def gemv_qkv(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Normed:
     """rsqrtf, and the bias is contracted with the scaling: ulps of the largest, which the rotation may cancel to."""
     H, KV, HD, max_len, pos = 2, 1, 64, 8, 5
-    h, g = normed_input(dev, rng, K)
-    w, _ = make_linear(dev, rng, (H + 2 * KV) * HD, K, gemv.fp8)
+    g, (w, _) = dev.array(bf16_input(rng, K)[0]), make_linear(dev, rng, (H + 2 * KV) * HD, K, gemv.fp8)
     bias, rope = dev.array(fp32(rng, w.N)), dev.array(rotary(rng, max_len, HD))
     q, k, v = dev.zeros((H, HD), BF16), dev.zeros((KV, max_len, HD), BF16), dev.zeros((KV, max_len, HD), BF16)
-    gemv.qkv(dev, q, k, v, h, g, w, bias, rope, dev.array(np.array([pos], np.int32)), EPS, grid=3)
-    got = {"q": q.download(), "k": k.download(), "v": v.download()}
-    slack = 2.0**-19 * float(np.abs(bf16_to_f32(got["q"])).max())
-    rows = {name: rounded(bits if name == "q" else bits[:, pos], slack) for name, bits in got.items()}
-    return rows | {f"rest of {name}": exact(np.delete(got[name], pos, 1)) for name in "kv"}
+    at = dev.array(np.array([pos], np.int32))
+
+    def collect() -> Outputs:
+        got = {"q": q.download(), "k": k.download(), "v": v.download()}
+        slack = 2.0**-19 * float(np.abs(bf16_to_f32(got["q"])).max())
+        rows = {name: rounded(bits if name == "q" else bits[:, pos], slack) for name, bits in got.items()}
+        return rows | {f"rest of {name}": exact(np.delete(got[name], pos, 1)) for name in "kv"}
+
+    return Normed(lambda h: gemv.qkv(dev, q, k, v, h, g, w, bias, rope, at, EPS, grid=3), collect)
+
+
+NORMED_OPS = {"swiglu": gemv_swiglu, "qkv": gemv_qkv, "logits": gemv_logits}
 
 
 # ---- GEMM: K / 16 steps of mma, each with the error that mma_cases.py states -------------------------------
@@ -320,7 +341,7 @@ def run_rmsnorm_split(machine: Machine, rng: np.random.Generator) -> Outputs:
 def gemv_choose(machine: Machine, rng: np.random.Generator, gemv: Any, K: int) -> Outputs:
     """As gemv_logits; the ids, positions and step numbers that were posted agree (the hash is of the logits' bits)."""
     dev, V = machine.dev, 131
-    s, (h, g), ids = Sampler.create(dev, V), normed_input(dev, rng, K), []
+    s, ids, h, g = Sampler.create(dev, V), [], dev.array(3 * fp32(rng, K)), dev.array(bf16_input(rng, K)[0])
     w, out = make_linear(dev, rng, V, K, False)[0], dev.zeros((V,), F32)
     s.set_position(1, 10)
     for temperature in (0.0, 0.8):

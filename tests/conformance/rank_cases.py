@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
-from conformance.kernel_cases import EPS, Case, Outputs, exact, fp32, rounded
+from conformance.kernel_cases import ADD, EPS, NORMED, NORMED_OPS, Case, Outputs, exact, fp32, rounded
 from conformance.machines import LIMIT_NS, Machine
-from kernel_reference import bf16_input
+from kernel_reference import bf16_input, make_linear
 
-from qwen_raw.device import BF16, F32, U32
+from qwen_raw.device import BF16, U32
 from qwen_raw.kernels import allreduce_flag, allreduce_lamport, allreduce_twoshot, signal
 from qwen_raw.kernels.allreduce_host import allreduce_host as read_and_sum
 from qwen_raw.kernels.allreduce_host import load
 from qwen_raw.kernels.allreduce_norm import allreduce_norm as reduce_and_norm
+from qwen_raw.kernels.exchange import Exchange, PeerSum
+from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.gemv_peers_bf16 import GEMV as PEERS_BF16
+from qwen_raw.kernels.gemv_peers_fp8 import GEMV as PEERS_FP8
 from qwen_raw.kernels.peercheck import count_wrong, store_pattern
 from qwen_raw.kernels.sample import Sampler, sample
 
@@ -56,19 +61,16 @@ def allreduce_norm(world: int) -> Case:
         g, calls = bf16_input(rng, D)[0], []
         for T in (1, 3, 2):
             base, inputs = fp32(rng, T, D), [bf16_input(rng, T, D)[0] for _ in machine.ranks]
-            buffers = [
-                (rank.zeros((T, D), F32), rank.zeros((T, D), BF16), rank.array(base), rank.array(g))
-                for rank in machine.ranks
-            ]
+            buffers = [(rank.array(base), rank.zeros((T, D), BF16), rank.array(g)) for rank in machine.ranks]
             calls.append([(*own, rank.array(x)) for rank, own, x in zip(machine.ranks, buffers, inputs, strict=True)])
         with machine.together(("allreduce_norm", entry)):
             for call in calls:
-                for end, (total, out, h, weight, inp) in zip(ends, call, strict=True):
-                    reduce_and_norm(end, total, out, h, inp, weight, EPS, block=64, row_blocks=3)
+                for end, (h, out, weight, inp) in zip(ends, call, strict=True):
+                    reduce_and_norm(end, h, out, inp, weight, EPS, block=32)
         results: Outputs = {}
         for i, call in enumerate(calls):
-            for r, (total, out, *_) in enumerate(call):
-                results[f"call {i}, rank {r}: sum"] = exact(total.download())
+            for r, (h, out, *_) in enumerate(call):
+                results[f"call {i}, rank {r}: sum"] = exact(h.download())
                 results[f"call {i}, rank {r}: norm"] = rounded(out.download())
                 np.testing.assert_array_equal(out.download(), call[0][1].download())
         return results
@@ -89,6 +91,45 @@ def allreduce_host(world: int) -> Case:
         return {f"rank {r}": exact(own.download()) for r, own in enumerate(h)}
 
     return Case(entry, run, world)
+
+
+# ---- products with the sums over ranks inside ----------------------------------------------------------------
+def peers_cases(gemv: Gemv) -> list[Case]:
+    """Every variant of a weight type's kernels: a push needs a product that takes it, and the other way round."""
+    suffix = "fp8" if gemv.fp8 else "bf16"
+    ops = ("swiglu", "qkv") if gemv.fp8 else ("swiglu", "qkv", "logits")
+    cases = [
+        Case(f"gemv_peers_{op}_{suffix}_c{C}", partial(run_peers, gemv=gemv, op=op, D=D, K=272), ranks=2)
+        for op in ops
+        for C, D in NORMED[suffix].items()
+    ]
+    pushes = {C: partial(run_peers, gemv=gemv, op="swiglu", D=272, K=K) for C, K in ADD[suffix].items()}
+    return cases + [Case(f"gemv_push_{suffix}_c{C}", run, ranks=2) for C, run in pushes.items()]
+
+
+def run_peers(machine: Machine, rng: np.random.Generator, *, gemv: Gemv, op: str, D: int, K: int) -> Outputs:
+    """Two sums over ranks into h, each before a product of it. h: every bit; the products as in kernel_cases.py."""
+    ends, base = Exchange.create(machine.ranks, D, limit_ns=LIMIT_NS), 3 * fp32(rng, D)
+    work = []
+    for rank, end in zip(machine.ranks, ends, strict=True):
+        end.first.upload(base)
+        backs = [make_linear(rank, rng, D, K, gemv.fp8)[0] for _ in range(2)]
+        work.append((end, backs, rank.array(bf16_input(rng, K)[0]), NORMED_OPS[op](rank, rng, gemv, D)))
+    suffix, choose = "fp8" if gemv.fp8 else "bf16", gemv.variants.choose
+    names = (f"gemv_push_{suffix}_c{choose('push', K)[0]}", f"gemv_peers_{op}_{suffix}_c{choose(op, D)[0]}")
+    with machine.together(*((gemv.stem, name) for name in names)):
+        for half, first in ((1, True), (0, False)):
+            for end, backs, x, product in work:
+                to = PeerSum(end, half, first)
+                gemv.push(end.dev, to, x, backs[half], grid=3)
+                product.launch(to)
+    assert [end.limit.fault() for end in ends] == [None] * len(ends)
+    results: Outputs = {}
+    for end, _, _, product in work:
+        results |= {f"{name}, rank {end.rank}": output for name, output in product.collect().items()}
+        results[f"h, rank {end.rank}"] = exact(end.first.download())
+        np.testing.assert_array_equal(end.first.download(), ends[0].first.download())
+    return results
 
 
 def run_peercheck(machine: Machine, rng: np.random.Generator) -> Outputs:
@@ -189,6 +230,7 @@ def rank_cases() -> list[Case]:
         *(allreduce(*reduce, add, world) for reduce in reduces for add in (False, True) for world in WORLDS),
         *map(allreduce_norm, WORLDS),
         *map(allreduce_host, WORLDS),
+        *(case for gemv in (PEERS_BF16, PEERS_FP8) for case in peers_cases(gemv)),
         Case("peercheck_store_u32", run_peercheck, ranks=2),
         Case("peercheck_count_u32", run_peercheck, ranks=2),
         Case("signal_put", run_signal),

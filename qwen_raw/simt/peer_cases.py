@@ -1,0 +1,130 @@
+"""Torture of the sums over ranks that have more around them: RMSNorm in the same launch, products before and after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from loaders.dtypes import bf16_to_f32, f32_to_bf16
+from qwen_raw.device import BF16, F32, Buffer
+from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lamport
+from qwen_raw.kernels.allreduce_norm import allreduce_norm
+from qwen_raw.kernels.embed import embed
+from qwen_raw.kernels.exchange import Exchange, PeerSum
+from qwen_raw.kernels.gemv_bf16 import GEMV
+from qwen_raw.kernels.gemv_peers_bf16 import GEMV as GEMV_PEERS
+from qwen_raw.kernels.linear import Linear
+from qwen_raw.simt.case_tools import Mismatch, Outputs, payload, rank_order_sum, require_equal, start
+from qwen_raw.simt.device import SimDevice
+from qwen_raw.simt.world import SimWorld
+
+D, INNER, LAYERS, STEPS = 264, 16, 2, 2  # of the small model in `gemv_peers_case`: 33 packs, two warps a block
+LAUNCHES = 2 + 4 * LAYERS  # of a step
+
+
+def allreduce_norm_case(world: SimWorld, rng: np.random.Generator) -> None:
+    """Sums with residual and RMSNorm, by turns with plain sums on the same workspace; then replays of a graph.
+
+    h is checked bit by bit; the normalised rows by being the same on all ranks and near the reference.
+    """
+    devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
+    D, rows = 8 * 35, (2, 0, 1)  # 35 packs a row; 0: a plain sum of a few packs
+    ends = LamportWorkspace.create(devices, D // 8 * max(rows), limit_ns=0)
+    pdl, g = bool(rng.integers(2)), f32_to_bf16(rng.uniform(-2, 2, D).astype(np.float32))
+    weights = [device.array(g) for device in devices]
+    for replay in range(2):
+        blocks = [int(rng.choice((32, 64))) for _ in rows]
+        bits = [[payload(rng, T * D // 8 or 5) for T in rows] for _ in devices]
+        bases = [rng.uniform(-4, 4, row.size).astype(np.float32) for row in bits[0]]
+        inputs = [[device.array(row) for row in rank] for device, rank in zip(devices, bits, strict=True)]
+        h = [[device.array(base) for base in bases] for device in devices]
+        outputs = [Outputs(device, [T * D or 8 for T in rows]) for device in devices]
+
+        def queue(rank: int) -> None:
+            for k, T in enumerate(rows):
+                if not T:
+                    allreduce_lamport(ends[rank], h[rank][k], inputs[rank][k], add=True, block=blocks[k], pdl=pdl)  # noqa: B023
+                    continue
+                buffers = (h[rank][k], outputs[rank].view(k), inputs[rank][k])  # noqa: B023
+                residual, out, inp = (b.view((T, D)) for b in buffers)
+                allreduce_norm(ends[rank], residual, out, inp, weights[rank], 1e-6, block=blocks[k], pdl=pdl)  # noqa: B023
+
+        start(world, rng, queue)
+        got = [[buffer.download() for buffer in rank] for rank in h]
+        for k, T in enumerate(rows):
+            want = bases[k] + rank_order_sum([rank[k] for rank in bits])
+            for rank in range(world.ranks):
+                require_equal(got[rank][k], want, f"replay {replay}, call {k}: h", rank, 3 * replay + k)
+            if not T:
+                continue
+            results = [out.results()[k] for out in outputs]
+            for rank in range(world.ranks):
+                require_equal(
+                    results[rank], results[0], f"replay {replay}, call {k}: norm, unlike rank 0's", rank, 3 * replay + k
+                )
+            row = want.reshape(T, D).astype(np.float64)
+            norm = row / np.sqrt((row**2).mean(1, keepdims=True) + 1e-6) * bf16_to_f32(g)
+            if np.abs(bf16_to_f32(results[0]).reshape(T, D) - norm).max() > 2.0**-8 * np.abs(norm).max():
+                raise Mismatch(f"replay {replay}, call {k}: norm", 0, 3 * replay + k)
+
+
+class _Model:
+    """One rank of a model without attention: embedding; then by turns a product of h and one that is summed into h."""
+
+    def __init__(self, device: SimDevice, end: Exchange, rng: np.random.Generator, shared: np.random.Generator) -> None:
+        def weights(generator: np.random.Generator, n: int, k: int) -> Buffer:
+            return device.array(f32_to_bf16((generator.standard_normal((n, k)) / np.sqrt(k)).astype(np.float32)))
+
+        self._device, self._end, self._rng = device, end, rng
+        self._table = weights(shared, STEPS, D)
+        self._head = Linear(weights(shared, D, D))
+        self._gate, self._up = ([Linear(weights(rng, INNER, D)) for _ in range(2 * LAYERS)] for _ in range(2))
+        self._back = [Linear(weights(rng, D, INNER)) for _ in range(2 * LAYERS)]
+        self._act = [device.empty((INNER,), BF16) for _ in range(2)]  # a product writes while the last push still reads
+        self._g = device.array(np.full(D, 0x3F80, np.uint16))
+        self._ids = device.array(np.arange(STEPS, dtype=np.int32))
+        self.outputs = Outputs(device, [D] * STEPS, F32)
+
+    def step(self, number: int, *, pdl: bool, most_blocks: int) -> None:
+        """Queue one step, whose logits go into outputs.view(number)."""
+        dev, g = self._device, self._g
+        h: Buffer | PeerSum = self._end.first
+        embed(dev, self._end.first.view((1, D)), self._table, self._ids.view((1,), number), pdl=pdl)
+        for i, (gate, up, back) in enumerate(zip(self._gate, self._up, self._back, strict=True)):
+            gemv, act = GEMV_PEERS if isinstance(h, PeerSum) else GEMV, self._act[i % 2]
+            gemv.swiglu(dev, act, h, g, gate, up, 1e-6, pdl=pdl, grid=int(self._rng.integers(1, most_blocks + 1)))
+            h = PeerSum(self._end, half=1 - i % 2, first=i == 0)
+            GEMV_PEERS.push(dev, h, act, back, pdl=pdl, grid=int(self._rng.integers(1, most_blocks + 1)))
+        GEMV_PEERS.logits(dev, self.outputs.view(number), h, g, self._head, 1e-6, pdl=pdl, grid=most_blocks)
+
+
+def _run_model(world: SimWorld, seed: int, *, pdl: bool, most_blocks: int, rng: np.random.Generator) -> list[_Model]:
+    """Every rank's steps: one by one, then all of them in a graph that is replayed."""
+    devices: list[Any] = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
+    ends = Exchange.create(devices, D, limit_ns=0)
+    models = [
+        _Model(device, end, np.random.default_rng((seed, rank)), np.random.default_rng(seed))
+        for rank, (device, end) in enumerate(zip(devices, ends, strict=True))
+    ]
+    graphs = []
+    for device, model in zip(devices, models, strict=True):
+        with device.capture() as capture:
+            for number in range(STEPS):
+                model.step(number, pdl=pdl, most_blocks=most_blocks)
+        graphs.append(capture.graph)
+    for _ in range(2):
+        start(world, rng, lambda rank: graphs[rank].launch())
+    return models
+
+
+def gemv_peers_case(world: SimWorld, rng: np.random.Generator) -> None:
+    """Sums over ranks inside of products: the logits are, bit by bit, those of ranks that run in order."""
+    seed, pdl, race = int(rng.integers(2**31)), bool(rng.integers(2)), world.library.variant == "race"
+    models = _run_model(world, seed, pdl=pdl, most_blocks=3, rng=rng)
+    with SimWorld(world.ranks, library=world.library, race=race, memory=world.memory) as in_order:
+        quiet = _run_model(in_order, seed, pdl=False, most_blocks=1, rng=np.random.default_rng(0))
+        wants = [model.outputs.results() for model in quiet]
+    launches = [LAUNCHES * (STEPS + number + 1) - 1 for number in range(STEPS)]
+    for model in models:
+        model.outputs.check(wants[0], "logits", launches)  # the same on all ranks
