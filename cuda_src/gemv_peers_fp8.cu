@@ -11,11 +11,11 @@
 
 // Where the compiler would spill, as in gemv_fp8.cu.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr int PUSH_C4_ROWS = 1, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
+constexpr int PUSH_C2_ROWS = 2, PUSH_C4_ROWS = 1, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr int PUSH_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 1, QKV_C1_BLOCKS = 1;
+constexpr int PUSH_C2_ROWS = 4, PUSH_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 1, QKV_C1_BLOCKS = 1;
 #else
-constexpr int PUSH_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
+constexpr int PUSH_C2_ROWS = 4, PUSH_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
 #endif
 
 #define GEMV_PUSH(C, R, THREADS, BLOCKS)                                                               \
@@ -29,7 +29,7 @@ constexpr int PUSH_C4_ROWS = 2, SWIGLU_C1_BLOCKS = 3, QKV_C1_BLOCKS = 2;
     gemv_push<Fma<WeightE4m3, C, R, false>>(end, sum & 1, x, w, scale, N, K, shared);                     \
   }
 GEMV_PUSH(1, 8, 256, 2)
-GEMV_PUSH(2, 4, 512, 1)
+GEMV_PUSH(2, PUSH_C2_ROWS, 640, 1)
 GEMV_PUSH(4, PUSH_C4_ROWS, 512, 1)
 
 #define GEMV_PEERS(C, R, THREADS, SWIGLU_BLOCKS, QKV_BLOCKS)                                                                                  \
