@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from conformance.kernel_cases import ADD, EPS, NORMED, NORMED_OPS, Case, Outputs, exact, fp32, rounded
+from conformance.gemv_cases import ADD, NORMED, NORMED_OPS
+from conformance.kernel_cases import EPS, Case, Outputs, exact, fp32, rounded
 from conformance.machines import LIMIT_NS, Machine
 from kernel_reference import bf16_input, make_linear
 
