@@ -30,6 +30,7 @@ from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.device import BF16, Buffer, Device
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError
+from qwen_raw.kernels.exchange import PeerSum
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.products import RowProducts
@@ -104,6 +105,13 @@ class Unsummed:
     device: Device
     share: Buffer  # bf16 [D]
     capturable = True
+
+    def begin(self, *, whole: bool) -> None:
+        """h is always in memory."""
+
+    def stream(self, h: Buffer) -> Buffer | PeerSum:
+        """See Residual."""
+        return h
 
     def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
         """As under tensor parallelism."""

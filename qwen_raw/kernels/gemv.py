@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from qwen_raw.device import BF16, F32, I32, Arg, Buffer, Device, Kernel
-from qwen_raw.errors import QwenRawError, require
+from qwen_raw.errors import require
 from qwen_raw.kernels.exchange import PeerSum
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
 from qwen_raw.kernels.sample import SLOTS, Sampler, sample
-
-WARP = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Variants:
-    """A weight type's kernels by C, the packs of a row that one thread holds (include/gemv_fma.cuh)."""
-
-    pack: int  # weights in 16 bytes
-    add_threads: dict[int, int]  # C → the largest block of that variant, plain x
-    normed_threads: dict[int, int]  # the same for the kernels that normalise
-
-    def choose(self, op: str, K: int) -> tuple[int, int]:
-        """(C, threads): the fewest packs a thread that a block of whole warps can cover K with."""
-        table = self.add_threads if op in ("add", "store", "push") else self.normed_threads
-        for C, most in table.items():
-            threads = -(-(K // self.pack) // (C * WARP)) * WARP
-            if threads <= most:
-                return C, threads
-        longest = max(C * most for C, most in table.items()) * self.pack
-        raise QwenRawError(f"gemv_{op}: rows of {K} weights, the longest variant takes {longest}")
+from qwen_raw.kernels.variants import WARP, Variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +24,34 @@ class Gemv:
     variants: Variants
     blocks_per_sm: int  # at most; docs/decode.md says why two, filling the registers
     swiglu_blocks_per_sm: int  # the same for gate and up
+    peers: Variants | None = None  # of gemv_peers_*: products that push to the ranks, or begin with what ranks pushed
+
+    @property
+    def dtype(self) -> str:
+        """As the kernels' names have it."""
+        return "fp8" if self.fp8 else "bf16"
+
+    def _choose(self, op: str, K: int, *, peers: bool) -> tuple[str, str, int]:
+        """(kernel file, entry point, threads)."""
+        if not peers:
+            C, threads = self.variants.choose(op, K)
+            return self.stem, f"gemv_{op}_{self.dtype}_c{C}", threads
+        assert self.peers is not None
+        C, threads = self.peers.choose(op, K)
+        name = "gemv_push" if op == "push" else f"gemv_peers_{op}"
+        return f"gemv_peers_{self.dtype}", f"{name}_{self.dtype}_c{C}", threads
+
+    def load_peers(self, devices: Sequence[Device], *, D: int, widths: Sequence[int]) -> None:
+        """Load what `push` of rows of `widths`, and products of a PeerSum of `D` elements, launch.
+
+        Before any of them runs: loading one later may wait, for ever, for one that waits for it.
+        """
+        normed = ("swiglu", "qkv") if self.fp8 else ("swiglu", "qkv", "logits")
+        wanted = {self._choose(op, D, peers=True)[:2] for op in normed}
+        wanted |= {self._choose("push", K, peers=True)[:2] for K in widths}
+        for dev in devices:
+            for stem, name in sorted(wanted):
+                dev.kernel(stem, name)
 
     def _geometry(
         self,
@@ -55,8 +64,8 @@ class Gemv:
         peers: PeerSum | None = None,
     ) -> tuple[Kernel, int, int, int]:
         """The kernel of a product, its blocks, threads and bytes of shared memory."""
-        C, threads = self.variants.choose(op, K)
-        kernel = dev.kernel(self.stem, f"gemv_{'peers_' if peers else ''}{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
+        stem, name, threads = self._choose(op, K, peers=peers is not None or op == "push")
+        kernel = dev.kernel(stem, name)
         blocks = smem = resident = 0
         # One wave: what a multiprocessor holds, at most so many. Fewer blocks need more memory each.
         most = self.swiglu_blocks_per_sm if op == "swiglu" else self.blocks_per_sm
@@ -121,7 +130,7 @@ class Gemv:
     def push(
         self, dev: Device, to: PeerSum, x: Buffer, w: Linear, *, pdl: bool = False, grid: int | None = None
     ) -> None:
-        """W·x in fp32, x bf16 [K], to every rank: what the next product adds to h. Needs one of gemv_peers_*.GEMV."""
+        """W·x in fp32, x bf16 [K], to every rank: what the next product, given `to` for h, adds to h."""
         to.check(dev, w.N)
         check_buffer(x, (w.K,), BF16, "x")
         args = [*to.args(), x, *self._weights(w), np.int32(w.N), np.int32(w.K)]

@@ -1,6 +1,8 @@
 """cuda_src/gemv_fp8.cu: decode's layer products with e4m3 weights and one scale a row (no LM head: that stays bf16)."""
 
-from qwen_raw.kernels.gemv import Gemv, Variants
+from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.gemv_peers_fp8 import PEERS
+from qwen_raw.kernels.variants import Variants
 
 GEMV = Gemv(
     "gemv_fp8",
@@ -8,4 +10,5 @@ GEMV = Gemv(
     variants=Variants(pack=16, add_threads={1: 256, 2: 640, 4: 512}, normed_threads={1: 256, 2: 512}),
     blocks_per_sm=2,
     swiglu_blocks_per_sm=3,
+    peers=PEERS,
 )

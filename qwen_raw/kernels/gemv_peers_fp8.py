@@ -1,11 +1,5 @@
-"""cuda_src/gemv_peers_fp8.cu: decode's layer products with e4m3 weights, with the sums over ranks inside."""
+"""cuda_src/gemv_peers_fp8.cu: decode's products with the sums over ranks inside, fp8 weights. Launched by gemv.py."""
 
-from qwen_raw.kernels.gemv import Gemv, Variants
+from qwen_raw.kernels.variants import Variants
 
-GEMV = Gemv(
-    "gemv_peers_fp8",
-    fp8=True,
-    variants=Variants(pack=16, add_threads={1: 256, 2: 640, 4: 512}, normed_threads={1: 224, 2: 512}),
-    blocks_per_sm=2,
-    swiglu_blocks_per_sm=3,
-)
+PEERS = Variants(pack=16, add_threads={1: 256, 2: 640, 4: 512}, normed_threads={1: 224, 2: 512})

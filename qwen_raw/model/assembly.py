@@ -7,13 +7,16 @@ from typing import TypeVar
 
 from qwen_raw.comm.reduce import create_reducers
 from qwen_raw.config import ModelConfig
-from qwen_raw.device import BF16, Device
+from qwen_raw.device import BF16, Buffer, Device
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
+from qwen_raw.kernels.exchange import Exchange
+from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
+from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
 from qwen_raw.kernels.peers import ranks_on_gpu
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.rank import Rank
-from qwen_raw.model.residual import Alone, Residual, Summed
+from qwen_raw.model.residual import INLINE, Alone, Inline, Residual, Summed
 from qwen_raw.model.shard import Shard, shards
 from qwen_raw.model.state import (
     DecodeBuffers,
@@ -41,7 +44,8 @@ def assemble(
 ) -> list[Rank]:
     """One rank a device, in order; a GPU may have several. Nothing has been launched that waits for another rank.
 
-    `comm`: the path of the sums over ranks (qwen_raw/comm/reduce.py). Raises QwenRawError where the model does not fit.
+    `comm`: the path of the sums over ranks (qwen_raw/comm/reduce.py), or "inline" (qwen_raw/model/residual.py).
+    Raises QwenRawError where the model does not fit.
     """
     parts = shards(checkpoint.config, len(devices))
     for part in parts:
@@ -56,7 +60,7 @@ def assemble(
         PrefillBuffers.create(device, part.local, max_len, fp8=fp8, pdl=ranks_on_gpu(devices, rank) == 1)
         for rank, (device, part) in enumerate(zip(devices, parts, strict=True))
     ]
-    residuals = _residuals(devices, checkpoint.config, prefill[0].chunk, comm, limit_ns)
+    residuals, streams = _residuals(devices, checkpoint.config, parts, prefill[0].chunk, comm, limit_ns, fp8=fp8)
     return [
         Rank(
             device=device,
@@ -64,7 +68,7 @@ def assemble(
             weights=weights[rank],
             cache=KVCache.create(device, part.local, max_len),
             rope=device_rope_table(device, part.local, max_len),
-            decode=DecodeBuffers.create(device, part.local, max_len, samplers[rank]),
+            decode=DecodeBuffers.create(device, part.local, max_len, samplers[rank], streams[rank]),
             prefill=prefill[rank],
             residual=residuals[rank],
             shares_gpu=ranks_on_gpu(devices, rank) > 1,
@@ -81,14 +85,37 @@ def _section(progress: Progress | None, before: int, total: int) -> Progress | N
     return lambda stage, done, _: report(stage, min(before + done, total), total)
 
 
-def _residuals(devices: Sequence[Device], c: ModelConfig, chunk: int, comm: str, limit_ns: int) -> list[Residual]:
-    """A token's shares are summed by `comm`; a chunk's, where bytes count, in two shots unless `comm` insists."""
+def _residuals(
+    devices: Sequence[Device],
+    c: ModelConfig,
+    parts: Sequence[Shard],
+    chunk: int,
+    comm: str,
+    limit_ns: int,
+    *,
+    fp8: bool,
+) -> tuple[list[Residual], list[Buffer | None]]:
+    """Every rank's residual, and where its residual stream has to be, if somewhere in particular.
+
+    A token's shares are summed by `comm`; a chunk's, where bytes count, in two shots unless `comm` insists.
+    """
+    anywhere: list[Buffer | None] = [None] * len(devices)
     if len(devices) == 1:
-        return [Alone(devices[0])]
-    small = create_reducers(devices, path=comm, elements=c.D, limit_ns=limit_ns)
-    path = "auto" if comm == "lamport" else comm  # which would push every chunk to all: twice the bytes at 4 ranks
+        return [Alone(devices[0])], anywhere
+    small = create_reducers(devices, path="lamport" if comm == INLINE else comm, elements=c.D, limit_ns=limit_ns)
+    # Lamport would push every chunk to all: twice the bytes at 4 ranks.
+    path = "auto" if comm in ("lamport", INLINE) else comm
     large = create_reducers(devices, path=path, elements=chunk * c.D, limit_ns=limit_ns)
-    return [Summed(device, device.empty((c.D,), BF16), small[rank], large[rank]) for rank, device in enumerate(devices)]
+    summed = [
+        Summed(device, device.empty((c.D,), BF16), small[rank], large[rank]) for rank, device in enumerate(devices)
+    ]
+    if comm != INLINE:
+        return list(summed), anywhere
+    widths = sorted({width for part in parts for width in (part.local.H * part.local.HD, part.local.I)})
+    (GEMV_FP8 if fp8 else GEMV_BF16).load_peers(devices, D=c.D, widths=widths)
+    GEMV_BF16.load_peers(devices, D=c.D, widths=[])  # the LM head's
+    ends = Exchange.create(devices, c.D, limit_ns=limit_ns)
+    return [Inline(end, own) for end, own in zip(ends, summed, strict=True)], [end.first for end in ends]
 
 
 def by_gpu(devices: Sequence[Device], values: Sequence[T]) -> dict[int, list[T]]:

@@ -22,6 +22,7 @@ from qwen_raw.device import Buffer, Device
 from qwen_raw.errors import UsageError
 from qwen_raw.kernels.attn_decode import attn_decode
 from qwen_raw.kernels.embed import embed
+from qwen_raw.kernels.exchange import PeerSum
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
 from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
@@ -76,7 +77,8 @@ def decode_layer(
     """b.h [D] → b.h [D], appending K and V of the token at b.sampler.pos."""
     pos, skip, pdl = b.sampler.pos, options.skip, options.pdl
     if "qkv" not in skip:
-        gemv.qkv(dev, b.q, k_cache, v_cache, b.h, layer.norm1, layer.qkv, layer.qkv_bias, rope, pos, c.rms_eps, pdl=pdl)
+        h = residual.stream(b.h)
+        gemv.qkv(dev, b.q, k_cache, v_cache, h, layer.norm1, layer.qkv, layer.qkv_bias, rope, pos, c.rms_eps, pdl=pdl)
     if "attn" not in skip:
         attn_decode(dev, b.attn.view((c.H, c.HD)), b.q, k_cache, v_cache, pos, b.workspace, pdl=pdl)
     if "o" not in skip:
@@ -85,7 +87,8 @@ def decode_layer(
         residual.reduce(b.h, pdl=pdl)
     yield
     if "gate_up" not in skip:
-        gemv.swiglu(dev, b.act, b.h, layer.norm2, layer.gate, layer.up, c.rms_eps, pdl=pdl)
+        h = residual.stream(b.h)
+        gemv.swiglu(dev, b.act, h, layer.norm2, layer.gate, layer.up, c.rms_eps, pdl=pdl)
     if "down" not in skip:
         residual.product(gemv, b.h, b.act, layer.down, pdl=pdl)
     if "reduce" not in skip:
@@ -94,7 +97,14 @@ def decode_layer(
 
 
 def lm_head(
-    dev: Device, c: ModelConfig, w: Weights, h: Buffer, logits: Buffer, *, head: Gemv = GEMV_BF16, pdl: bool = False
+    dev: Device,
+    c: ModelConfig,
+    w: Weights,
+    h: Buffer | PeerSum,
+    logits: Buffer,
+    *,
+    head: Gemv = GEMV_BF16,
+    pdl: bool = False,
 ) -> None:
     """logits f32 [V] of one row h f32 [D], the last norm included."""
     head.logits(dev, logits, h, w.norm, w.head, c.rms_eps, pdl=pdl)
@@ -118,12 +128,13 @@ def decode_step(
     if "embed" not in options.skip:
         # An ordinary launch: what the last step wrote is visible to all of this one, before griddep_wait too.
         embed(dev, b.h.view((1, c.D)), w.embed, b.sampler.token)
+    residual.begin(whole=not options.skip - {"embed", "attn", "sample"})
     for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
         yield from decode_layer(dev, c, layer, k, v, rope, b, gemv, residual, options)
     if options.fuse_choice and b.sampler.meeting is None and not {"head", "sample"} & options.skip:
         head.choose(dev, b.logits, b.h, w.norm, w.head, c.rms_eps, b.sampler, pdl=options.pdl)
         return
     if "head" not in options.skip:
-        lm_head(dev, c, w, b.h, b.logits, head=head, pdl=options.pdl)
+        lm_head(dev, c, w, residual.stream(b.h), b.logits, head=head, pdl=options.pdl)
     if "sample" not in options.skip:
         sample(dev, b.logits, b.sampler, pdl=options.pdl)

@@ -53,9 +53,10 @@ class DecodeBuffers:
     sampler: Sampler
 
     @staticmethod
-    def create(dev: Device, c: ModelConfig, max_len: int, sampler: Sampler) -> DecodeBuffers:
+    def create(dev: Device, c: ModelConfig, max_len: int, sampler: Sampler, h: Buffer | None = None) -> DecodeBuffers:
+        """`h`: where the residual stream is, if somewhere in particular."""
         return DecodeBuffers(
-            h=dev.empty((c.D,), F32),
+            h=h or dev.empty((c.D,), F32),
             q=dev.empty((c.H, c.HD), BF16),
             attn=dev.empty((c.H * c.HD,), BF16),
             act=dev.empty((c.I,), BF16),

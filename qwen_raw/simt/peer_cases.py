@@ -13,7 +13,6 @@ from qwen_raw.kernels.allreduce_norm import allreduce_norm
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.exchange import Exchange, PeerSum
 from qwen_raw.kernels.gemv_bf16 import GEMV
-from qwen_raw.kernels.gemv_peers_bf16 import GEMV as GEMV_PEERS
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.simt.case_tools import Mismatch, Outputs, payload, rank_order_sum, require_equal, start
 from qwen_raw.simt.device import SimDevice
@@ -92,11 +91,11 @@ class _Model:
         h: Buffer | PeerSum = self._end.first
         embed(dev, self._end.first.view((1, D)), self._table, self._ids.view((1,), number), pdl=pdl)
         for i, (gate, up, back) in enumerate(zip(self._gate, self._up, self._back, strict=True)):
-            gemv, act = GEMV_PEERS if isinstance(h, PeerSum) else GEMV, self._act[i % 2]
-            gemv.swiglu(dev, act, h, g, gate, up, 1e-6, pdl=pdl, grid=int(self._rng.integers(1, most_blocks + 1)))
+            act = self._act[i % 2]
+            GEMV.swiglu(dev, act, h, g, gate, up, 1e-6, pdl=pdl, grid=int(self._rng.integers(1, most_blocks + 1)))
             h = PeerSum(self._end, half=1 - i % 2, first=i == 0)
-            GEMV_PEERS.push(dev, h, act, back, pdl=pdl, grid=int(self._rng.integers(1, most_blocks + 1)))
-        GEMV_PEERS.logits(dev, self.outputs.view(number), h, g, self._head, 1e-6, pdl=pdl, grid=most_blocks)
+            GEMV.push(dev, h, act, back, pdl=pdl, grid=int(self._rng.integers(1, most_blocks + 1)))
+        GEMV.logits(dev, self.outputs.view(number), h, g, self._head, 1e-6, pdl=pdl, grid=most_blocks)
 
 
 def _run_model(world: SimWorld, seed: int, *, pdl: bool, most_blocks: int, rng: np.random.Generator) -> list[_Model]:

@@ -19,8 +19,8 @@ from qwen_raw.kernels.allreduce_host import load
 from qwen_raw.kernels.allreduce_norm import allreduce_norm as reduce_and_norm
 from qwen_raw.kernels.exchange import Exchange, PeerSum
 from qwen_raw.kernels.gemv import Gemv
-from qwen_raw.kernels.gemv_peers_bf16 import GEMV as PEERS_BF16
-from qwen_raw.kernels.gemv_peers_fp8 import GEMV as PEERS_FP8
+from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
+from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
 from qwen_raw.kernels.peercheck import count_wrong, store_pattern
 from qwen_raw.kernels.sample import Sampler, sample
 
@@ -116,9 +116,8 @@ def run_peers(machine: Machine, rng: np.random.Generator, *, gemv: Gemv, op: str
         end.first.upload(base)
         backs = [make_linear(rank, rng, D, K, gemv.fp8)[0] for _ in range(2)]
         work.append((end, backs, rank.array(bf16_input(rng, K)[0]), NORMED_OPS[op](rank, rng, gemv, D)))
-    suffix, choose = "fp8" if gemv.fp8 else "bf16", gemv.variants.choose
-    names = (f"gemv_push_{suffix}_c{choose('push', K)[0]}", f"gemv_peers_{op}_{suffix}_c{choose(op, D)[0]}")
-    with machine.together(*((gemv.stem, name) for name in names)):
+    gemv.load_peers(machine.ranks, D=D, widths=[K])
+    with machine.together():
         for half, first in ((1, True), (0, False)):
             for end, backs, x, product in work:
                 to = PeerSum(end, half, first)
@@ -231,7 +230,7 @@ def rank_cases() -> list[Case]:
         *(allreduce(*reduce, add, world) for reduce in reduces for add in (False, True) for world in WORLDS),
         *map(allreduce_norm, WORLDS),
         *map(allreduce_host, WORLDS),
-        *(case for gemv in (PEERS_BF16, PEERS_FP8) for case in peers_cases(gemv)),
+        *(case for gemv in (GEMV_BF16, GEMV_FP8) for case in peers_cases(gemv)),
         Case("peercheck_store_u32", run_peercheck, ranks=2),
         Case("peercheck_count_u32", run_peercheck, ranks=2),
         Case("signal_put", run_signal),

@@ -19,6 +19,7 @@ from qwen_raw.config import ModelConfig
 from qwen_raw.driver.probe import probe
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.sampling import gumbel_noise
+from qwen_raw.model.residual import INLINE
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.reference import KVCache, ReferenceModel
 
@@ -63,11 +64,12 @@ def ring_words(runner: DeviceRunner) -> list[np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize(("stored", "dtype"), [("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"), ("fp8", "bf16")])
+@pytest.mark.parametrize("comm", ["auto", INLINE])
 def test_logits_equal_those_of_one_rank(
-    ranks: list[Any], make: Make, rng: np.random.Generator, config: ModelConfig, stored: str, dtype: str
+    ranks: list[Any], make: Make, rng: np.random.Generator, config: ModelConfig, stored: str, dtype: str, comm: str
 ) -> None:
     """Prefill and decode; and all ranks hold the same residual stream, bit by bit."""
-    if len(ranks) > 2 and stored != dtype:
+    if (len(ranks) > 2 or comm == INLINE) and stored != dtype:
         pytest.skip("every route of the weights is taken at two ranks")
     pack = 16 if dtype == "fp8" else 8
     if len(ranks) not in config.legal_tp(pack):
@@ -75,7 +77,7 @@ def test_logits_equal_those_of_one_rank(
     if (stored, dtype) == ("bf16", "bf16"):
         config = replace(config, D=config.D - 8)  # which fp8 would not take
     model = biased_checkpoint(config, stored)
-    one, all_ = make(ranks[0], model, dtype), make(ranks, model, dtype)
+    one, all_ = make(ranks[0], model, dtype), make(ranks, model, dtype, comm=comm)
     ids = rng.integers(0, config.V, 40 if ranks[0].kind == "cuda" else 5).tolist()
     for path in ("logits", "decode_logits"):
         want, got = getattr(one, path)(ids), getattr(all_, path)(ids)
@@ -107,14 +109,15 @@ def test_ids_equal_those_of_one_rank(ranks: list[Any], make: Make, temperature: 
     assert list(all_.generate(prompt, **options)) == got
 
 
-def test_any_schedule_gives_the_same_ids(make: Make) -> None:
+@pytest.mark.parametrize("comm", ["auto", INLINE])
+def test_any_schedule_gives_the_same_ids(make: Make, comm: str) -> None:
     """Ranks that run ahead or lag behind, links that hold stores back; and no access races with another."""
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print(f"schedule seed {seed}")
     found = []
     for options in ({}, {"seed": seed}, {"race": True}):
         for devices in open_ranks("sim-2", **options):
-            runner = make(devices, biased_checkpoint(replace(TIED, H=4, KV=2, I=64)))
+            runner = make(devices, biased_checkpoint(replace(TIED, H=4, KV=2, I=64)), comm=comm)
             found.append(list(runner.generate([3, 4], max_tokens=4, temperature=0.9, seed=5)))
             runner.close()
     assert found[0] == found[1] == found[2]
@@ -158,7 +161,7 @@ def test_a_rank_that_stalls_on_a_gpu_is_named(which: str) -> None:
     assert "rank 0 waited 300 ms for rank 1 in call" in done.stdout and done.stdout.count("\n") == 1
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, INLINE])
 def test_every_path_of_the_sums(few_ranks: list[Any], make: Make, path: str) -> None:
     """The residual stream of prefill and decode, and the ids; "host" without a graph."""
     model, ids = biased_checkpoint(replace(TIED, H=4, KV=2, I=64)), [3, 4, 150]
