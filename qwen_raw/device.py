@@ -154,9 +154,20 @@ class Device(Protocol):
         """
 
     def launch(
-        self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
+        self,
+        kernel: Kernel,
+        grid: Dim,
+        block: Dim,
+        args: Sequence[Arg],
+        *,
+        smem: int = 0,
+        pdl: bool = False,
+        cluster: Dim | None = None,
     ) -> None:
-        """Queue one launch. `pdl`: programmatic dependent launch; the kernel must griddep_wait() itself."""
+        """Queue one launch. `pdl`: programmatic dependent launch; the kernel must griddep_wait() itself.
+
+        `cluster`: blocks that run together and reach each other's shared memory (sm_90).
+        """
 
     def owns(self, buffer: Buffer) -> bool:
         """Whether `buffer` is of this device's memory, ordered by its main stream."""

@@ -24,6 +24,11 @@ DEVICE uint4 ld_global_v4(const void* p) {
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
+DEVICE float2 ld_global_f2(const void* p) {
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
 DEVICE float4 ld_global_f4(const void* p) {
   float4 v;
   asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
@@ -90,6 +95,12 @@ DEVICE float ex2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// 1/x in one MUFU, within an ulp.
+DEVICE float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // c[16×8] += a[16×16] · b[16×8], bf16 operands, fp32 accumulators. With g = lane/4, t = lane%4:
 // a[0] = (g, 2t..2t+1), a[1] = (g+8, 2t..), a[2] = (g, 2t+8..), a[3] = (g+8, 2t+8..); b[0] = (2t..2t+1, g), b[1] = (2t+8.., g);
 // c[0..1] = (g, 2t..2t+1), c[2..3] = (g+8, 2t..2t+1).
@@ -151,9 +162,29 @@ DEVICE void tma_load_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, i
   SM90_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
            ::"r"(shared_address(dst)), "l"(&map), "r"(x), "r"(y), "r"(shared_address(bar)) : "memory");
 }
-DEVICE void tma_load_5d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, int z, int u, int v) {
-  SM90_ASM("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
-           ::"r"(shared_address(dst)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(shared_address(bar)) : "memory");
+DEVICE void tma_load_3d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, int z) {
+  SM90_ASM("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+           ::"r"(shared_address(dst)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
+}
+// Clusters: neighbouring blocks that run together. This block's number in its cluster; a barrier of all their threads, at the start so that
+// nobody touches a barrier that is not initialised, and at the end so that nobody leaves while another still arrives at its barriers.
+DEVICE uint32_t cluster_rank() {
+  uint32_t rank = 0;
+  SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+DEVICE void cluster_sync() { SM90_ASM("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Arrives at the barrier that lies at the same place in block `rank` of the cluster: a buffer of this block's may be overwritten. It publishes
+// no ordinary stores to that block: a release at cluster scope costs a microsecond.
+DEVICE void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
+  SM90_ASM("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+           ::"r"(shared_address(bar)), "r"(rank) : "memory");
+}
+// One copy for several blocks of the cluster, read once: the box goes to the same place in each block of the mask, and each block's barrier at
+// the place of `bar` counts it.
+DEVICE void tma_multicast_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, uint16_t blocks) {
+  SM90_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+           ::"r"(shared_address(dst)), "l"(&map), "r"(x), "r"(y), "r"(shared_address(bar)), "h"(blocks) : "memory");
 }
 // A barrier of `threads` (whole warps) of the block; ids 1 to 15, as 0 is __syncthreads.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -189,10 +220,13 @@ DEVICE void wgmma_results(float (&d)[REGS]) {
 #pragma unroll
   for (int i = 0; i < REGS; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+#define SM90_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SM90_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SM90_D32(i) SM90_D8(i), SM90_D8(i + 8), SM90_D8(i + 16), SM90_D8(i + 24)
-#define SM90_T8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define SM90_T32 SM90_T8 ",%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define SM90_T4 "%0,%1,%2,%3"
+#define SM90_T8 SM90_T4 ",%4,%5,%6,%7"
+#define SM90_T16 SM90_T8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define SM90_T32 SM90_T16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define SM90_T64 SM90_T32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define SM90_T96 SM90_T64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define SM90_T112 SM90_T96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
@@ -203,14 +237,16 @@ DEVICE void wgmma_results(float (&d)[REGS]) {
             ", p, 1, 1" tail ";\n}"                                                                                                   \
             : __VA_ARGS__ : "l"(desc_a), "l"(desc_b), "r"(accumulate) : "memory")
 #define SM90_WGMMA_ANY_N(type, tail)                                                                                                  \
-  if constexpr (REGS == 8) SM90_WGMMA("16", type, tail, SM90_T8, "8", "9", "10", SM90_D8(0));                                         \
+  if constexpr (REGS == 4) SM90_WGMMA("8", type, tail, SM90_T4, "4", "5", "6", SM90_D4(0));                                           \
+  else if constexpr (REGS == 8) SM90_WGMMA("16", type, tail, SM90_T8, "8", "9", "10", SM90_D8(0));                                    \
+  else if constexpr (REGS == 16) SM90_WGMMA("32", type, tail, SM90_T16, "16", "17", "18", SM90_D8(0), SM90_D8(8));                    \
   else if constexpr (REGS == 32) SM90_WGMMA("64", type, tail, SM90_T32, "32", "33", "34", SM90_D32(0));                               \
   else if constexpr (REGS == 64) SM90_WGMMA("128", type, tail, SM90_T64, "64", "65", "66", SM90_D32(0), SM90_D32(32));                \
   else if constexpr (REGS == 96) SM90_WGMMA("192", type, tail, SM90_T96, "96", "97", "98", SM90_D32(0), SM90_D32(32), SM90_D32(64));  \
   else if constexpr (REGS == 112)                                                                                                     \
     SM90_WGMMA("224", type, tail, SM90_T112, "112", "113", "114", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D8(96), SM90_D8(104)); \
   else {                                                                                                                              \
-    static_assert(REGS == 128, "N is 16, 64, 128, 192, 224 or 256");                                                                  \
+    static_assert(REGS == 128, "N is 8, 16, 32, 64, 128, 192, 224 or 256");                                                                  \
     SM90_WGMMA("256", type, tail, SM90_T128, "128", "129", "130", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D32(96));             \
   }
 // k = 16 bf16.

@@ -40,7 +40,7 @@ struct SimtLaunch {
   uint32_t grid[3], block[3];
   uint64_t smem;
   int dependent;
-  uint32_t resident_limit;
+  uint32_t resident_limit, cluster;
   uint32_t argument_count;
   const SimtArgument* arguments;
 };
@@ -80,6 +80,7 @@ SIMT_API void simt_launch(World* w, const SimtLaunch* in) {
   l->smem = in->smem;
   l->dependent = in->dependent;
   l->resident_limit = in->resident_limit;
+  l->cluster = in->cluster;
   size_t total = 0;
   for (uint32_t i = 0; i < in->argument_count; i++) total += (in->arguments[i].bytes + ALIGN - 1) / ALIGN * ALIGN;
   l->values.resize(total + ALIGN);

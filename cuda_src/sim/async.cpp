@@ -36,8 +36,7 @@ uint64_t modify(uint64_t word, uint64_t arrivals, uint64_t bytes) {
 }
 
 void require_barrier(const uint64_t* bar, Place place) {
-  shared_address(bar, place);
-  if (*bar >> 63) fail(place, "mbarrier at dynamic shared memory + %u was not initialised", shared_address(bar, place));
+  if (*bar >> 63) fail(place, "mbarrier at %s was not initialised", world->where(bar, running_thread()->block->launch).c_str());
 }
 
 uint32_t swizzled(uint32_t address, uint32_t swizzle) { return swizzle ? address ^ (address >> 7 & 7) << 4 : address; }
@@ -70,6 +69,17 @@ uint32_t box_bytes(const SimTensorMap& m) {
   return n;
 }
 
+// The block of this rank in the running block's cluster, and where what lies at `p` in this block lies in that one.
+Block& block_of(uint32_t rank, Place place) {
+  Cluster& c = *running_thread()->block->cluster;
+  if (rank >= c.blocks.size()) fail(place, "block %u of a cluster of %zu", rank, c.blocks.size());
+  if (!c.blocks[rank]) fail(place, "block %u of the cluster has ended: its shared memory is gone", rank);
+  return *c.blocks[rank];
+}
+uint64_t* barrier_in(const Block& b, const uint64_t* bar, Place place) {
+  return reinterpret_cast<uint64_t*>(b.shared->dyn + shared_address(bar, place));
+}
+
 // What the instruction requires of its operands (PTX, "Tensors").
 void require_copy(const SimTensorMap& m, uint32_t rank, uint32_t dst, Block& b, Place place) {
   if (m.magic != TENSOR_MAP_MAGIC) fail(place, "tma_load: this is no tensor map");
@@ -84,6 +94,23 @@ void land(Block& b, const PendingCopy& c) {
     memset(b.shared->dyn + offset, 0, 16);
     if (bytes) memcpy(b.shared->dyn + offset + before, source, bytes);
   });
+}
+
+void copy_into(Block& b, PendingCopy c, uint32_t rank, Place place) {
+  Thread* t = running_thread();
+  c.bar = barrier_in(b, c.bar, place);
+  require_barrier(c.bar, place);
+  require_copy(c.map, rank, c.dst, b, place);
+  each_piece(c.map, c.at, c.dst, [&](uint32_t offset, uint32_t, const char* source, uint32_t bytes) {
+    require_memory(source, bytes, place);
+    if (!world->race) return;
+    if (bytes) world->race->async(*t, source, bytes, false, place);
+    world->race->async(*t, b.shared->dyn + offset, 16, true, place);
+  });
+  // Whoever acquires the barrier from now on is ordered after the copy: the phase cannot end before it.
+  if (world->race) world->race->modified(*t, c.bar, 8, true, false, place);
+  b.copies.push_back(c);
+  world->wake(reinterpret_cast<const char*>(c.bar), 8);  // who sleeps on the barrier has to look again to make the copy land
 }
 
 }  // namespace
@@ -103,12 +130,20 @@ void mbarrier_init(uint64_t* bar, uint32_t arrivals, Place place) {
   store(bar, &word, 8, Order::RELAXED, place);
 }
 
+void mbarrier_arrive_at(uint64_t* bar, uint32_t rank, Place place) {
+  uint64_t* there = barrier_in(block_of(rank, place), bar, place);
+  require_barrier(there, place);
+  atomic(there, 8, modify, 1, 0, Order::ACQ_REL, place);
+}
+
 void mbarrier_arrive(uint64_t* bar, uint32_t expect_bytes, Place place) {
+  shared_address(bar, place);
   require_barrier(bar, place);
   atomic(bar, 8, modify, 1, expect_bytes, Order::ACQ_REL, place);
 }
 
 bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, Place place) {
+  shared_address(bar, place);
   require_barrier(bar, place);
   Block& b = *running_thread()->block;
   for (size_t i = 0; i < b.copies.size();) {
@@ -129,26 +164,40 @@ bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, Place place) {
   return unpack(word).phase != (parity & 1);
 }
 
-void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, Place place) {
-  Thread* t = running_thread();
-  Block& b = *t->block;
+void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, uint32_t blocks, Place place) {
   PendingCopy c{};
   memcpy(&c.map, map, sizeof c.map);
   c.dst = shared_address(dst, place);
   c.bar = bar;
-  require_barrier(bar, place);
-  require_copy(c.map, rank, c.dst, b, place);
   std::copy(at, at + rank, c.at);
-  each_piece(c.map, c.at, c.dst, [&](uint32_t offset, uint32_t, const char* source, uint32_t bytes) {
-    require_memory(source, bytes, place);
-    if (!world->race) return;
-    if (bytes) world->race->async(*t, source, bytes, false, place);
-    world->race->async(*t, b.shared->dyn + offset, 16, true, place);
-  });
-  // Whoever acquires the barrier from now on is ordered after the copy: the phase cannot end before it.
-  if (world->race) world->race->modified(*t, bar, 8, true, false, place);
-  b.copies.push_back(c);
-  world->wake(reinterpret_cast<const char*>(bar), 8);  // who sleeps on the barrier has to look again to make the copy land
+  if (!blocks) blocks = 1u << running_thread()->block->cluster_rank;
+  for (uint32_t i = 0; blocks >> i; i++)
+    if (blocks >> i & 1) copy_into(block_of(i, place), c, rank, place);
+}
+
+uint32_t cluster_rank() { return running_thread()->block->cluster_rank; }
+
+void cluster_sync(Place place) {
+  Thread* t = running_thread();
+  Cluster& c = *t->block->cluster;
+  size_t threads = 0;
+  for (const Block* b : c.blocks) {
+    if (!b || b->exited) fail(place, "cluster_sync after threads of the cluster have returned");
+    threads += b->threads.size();
+  }
+  if (world->race) world->race->modified(*t, &c, 1, true, false, place);
+  c.waiting.push_back(t);
+  if (c.waiting.size() < threads) {
+    world->suspend(State::BARRIER, place);
+  } else {
+    std::vector<Thread*> all;
+    all.swap(c.waiting);
+    world->progress++;
+    for (Thread* other : all)
+      if (other != t) world->make_ready(other);
+    if (world->options.random) world->yield_now();
+  }
+  if (world->race) world->race->modified(*t, &c, 1, false, true, place);
 }
 
 void named_barrier(int id, int threads, Place place) {

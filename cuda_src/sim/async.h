@@ -23,7 +23,11 @@ SIMT_API uint32_t shared_address(const void* p, Place place);
 SIMT_API void mbarrier_init(uint64_t* bar, uint32_t arrivals, Place place);
 SIMT_API void mbarrier_arrive(uint64_t* bar, uint32_t expect_bytes, Place place);
 SIMT_API bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, Place place);
-SIMT_API void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, Place place);
+// `blocks`: bit mask of the cluster's blocks that get the box, at the same place of their shared memory; 0: this one.
+SIMT_API void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, uint32_t blocks, Place place);
+SIMT_API uint32_t cluster_rank();
+SIMT_API void cluster_sync(Place place);
+SIMT_API void mbarrier_arrive_at(uint64_t* bar, uint32_t rank, Place place);
 SIMT_API void named_barrier(int id, int threads, Place place);
 
 enum class Element : int { BF16, F16, E4M3 };

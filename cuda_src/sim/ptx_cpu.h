@@ -15,6 +15,10 @@ inline uint4 ld_global_v4(const void* p, SIMT_PLACE) {
   simt::require_aligned(p, 16, place);
   return *static_cast<const uint4*>(p);
 }
+inline float2 ld_global_f2(const void* p, SIMT_PLACE) {
+  simt::require_aligned(p, 8, place);
+  return *static_cast<const float2*>(p);
+}
 inline float4 ld_global_f4(const void* p, SIMT_PLACE) {
   simt::require_aligned(p, 16, place);
   return *static_cast<const float4*>(p);
@@ -58,6 +62,12 @@ inline float ex2_approx(float x) {
   const float y = exp2f(fabsf(x) < 1.17549435e-38f ? 0.f : x);
   return y < 1.17549435e-38f ? 0.f : y;
 }
+// rcp.approx.ftz: the same for subnormals; otherwise within an ulp of what the GPU gives.
+inline float rcp_approx(float x) {
+  if (fabsf(x) < 1.17549435e-38f) x = copysignf(0.f, x);
+  const float y = 1.f / x;
+  return fabsf(y) < 1.17549435e-38f ? copysignf(0.f, y) : y;
+}
 namespace simt {
 static constexpr WarpOp MMA_BF16_16816{"mma_bf16_16816", mma_bf16_16816, false};
 static constexpr WarpOp MMA_F16_16816{"mma_f16_16816", mma_f16_16816, false};
@@ -81,11 +91,18 @@ inline bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, SIMT_PLACE) { retu
 inline void tensor_map_prefetch(const TensorMap&) {}
 inline void tma_load_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, SIMT_PLACE) {
   const int at[2] = {x, y};
-  simt::tma_load(dst, &map, bar, 2, at, place);
+  simt::tma_load(dst, &map, bar, 2, at, 0, place);
 }
-inline void tma_load_5d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, int z, int u, int v, SIMT_PLACE) {
-  const int at[5] = {x, y, z, u, v};
-  simt::tma_load(dst, &map, bar, 5, at, place);
+inline void tma_load_3d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, int z, SIMT_PLACE) {
+  const int at[3] = {x, y, z};
+  simt::tma_load(dst, &map, bar, 3, at, 0, place);
+}
+inline uint32_t cluster_rank() { return simt::cluster_rank(); }
+inline void cluster_sync(SIMT_PLACE) { simt::cluster_sync(place); }
+inline void mbarrier_arrive_at(uint64_t* bar, uint32_t rank, SIMT_PLACE) { simt::mbarrier_arrive_at(bar, rank, place); }
+inline void tma_multicast_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, uint16_t blocks, SIMT_PLACE) {
+  const int at[2] = {x, y};
+  simt::tma_load(dst, &map, bar, 2, at, blocks, place);
 }
 inline void named_barrier(int id, int threads, SIMT_PLACE) { simt::named_barrier(id, threads, place); }
 // Registers are not simulated; the counts must be legal.

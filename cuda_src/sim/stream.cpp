@@ -11,11 +11,13 @@ void World::enqueue(std::unique_ptr<Launch> launch) {
   Rank& r = ranks[size_t(launch->rank)];
   launch->seq = ++r.launched;
   if (launch->entry) {
-    const uint32_t n = launch->blocks();
-    launch->order.resize(n);
-    for (uint32_t i = 0; i < n; i++) launch->order[i] = i;
+    const uint32_t n = launch->blocks(), size = launch->cluster;
+    std::vector<uint32_t> first(n / size);
+    for (uint32_t i = 0; i < n / size; i++) first[i] = i * size;
     if (options.random)
-      for (uint32_t i = n; i > 1; i--) std::swap(launch->order[i - 1], launch->order[random.below(i)]);
+      for (uint32_t i = n / size; i > 1; i--) std::swap(first[i - 1], first[random.below(i)]);
+    for (uint32_t f : first)
+      for (uint32_t i = 0; i < size; i++) launch->order.push_back(f + i);
   }
   if (race) race->launch_queued(*launch);
   may_start = true;
@@ -57,14 +59,25 @@ bool World::start_more(bool beyond_width) {
     for (size_t i = 0; i < r.active.size(); i++) {
       Launch& l = *r.active[i];
       const uint32_t room = std::min(l.resident_limit, beyond_width ? l.resident + 1 : width);
-      while (l.next_block < l.order.size() && l.resident < room) start_block(l), any = true;
+      while (l.next_block < l.order.size() && l.resident < room) start_cluster(l), any = true;
     }
     if (any && !options.random) return true;
   }
   return any;
 }
 
-void World::start_block(Launch& l) {
+void World::start_cluster(Launch& l) {
+  const auto cluster = std::make_shared<Cluster>();
+  for (uint32_t rank = 0; rank < l.cluster; rank++) {
+    Block* b = start_block(l);
+    if (!b) return;
+    b->cluster = cluster;
+    b->cluster_rank = rank;
+    cluster->blocks.push_back(b);
+  }
+}
+
+Block* World::start_block(Launch& l) {
   const uint32_t i = l.order[l.next_block++], n = l.block.x * l.block.y * l.block.z;
   std::unique_ptr<Block> owned;
   if (!spare.empty()) {
@@ -85,7 +98,10 @@ void World::start_block(Launch& l) {
   b->triggered = false;
   b->ready_warps = b->last_warp = 0;
   b->shared = shared.take();
-  if (!b->shared) return fail_elsewhere("too many resident blocks: no shared memory left for another");
+  if (!b->shared) {
+    fail_elsewhere("too many resident blocks: no shared memory left for another");
+    return nullptr;
+  }
   b->statics_next = b->shared->statics;
   b->shared->dyn = b->shared->dyn_end - (l.smem + 15) / 16 * 16;
   b->dyn_shared = reinterpret_cast<unsigned char*>(b->shared->dyn);
@@ -118,6 +134,7 @@ void World::start_block(Launch& l) {
   if (race) race->block_started(*b);
   if (trace) trace->add({Event::BLOCK_START, uint8_t(l.rank), 0, l.seq, i, 0, steps, l.entry->name, nullptr, {nullptr, 0}, {}});
   for (Warp& w : b->warps) make_ready(w, w.live);
+  return b;
 }
 
 void World::finish_block(Block* b) {
@@ -132,6 +149,8 @@ void World::finish_block(Block* b) {
     __asan_poison_memory_region(b->shared->statics, size_t(b->statics_next - b->shared->statics));
     __asan_poison_memory_region(b->shared->dyn, size_t(b->shared->dyn_end - b->shared->dyn));
   }
+  b->cluster->blocks[b->cluster_rank] = nullptr;
+  b->cluster.reset();
   shared.put(b->shared);
   b->vars.clear();
   for (size_t i = 0; i < running.size(); i++)

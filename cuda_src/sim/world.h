@@ -85,8 +85,16 @@ struct Warp {
   std::vector<Product> products;
 };
 
+// Blocks that are on the device together and see each other's shared memory.
+struct Cluster {
+  std::vector<Block*> blocks;   // by rank; null once a block has ended
+  std::vector<Thread*> waiting;  // in cluster_sync
+};
+
 struct Block : BlockView {
   Launch* launch = nullptr;
+  std::shared_ptr<Cluster> cluster;
+  uint32_t cluster_rank = 0;
   uint32_t uid = 0;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -118,6 +126,7 @@ struct Launch {
   int rank = 0;
   uint32_t seq = 0;  // position in the rank's stream, from 1
   Index3 grid{1, 1, 1}, block{1, 1, 1};
+  uint32_t cluster = 1;  // blocks that follow each other in x
   size_t smem = 0;
   bool dependent = false;  // programmatic dependent launch
   std::vector<unsigned char> values;
@@ -204,7 +213,8 @@ struct World {
   Thread* thread_done(Thread* t);          // the running thread has returned; what to run next
   bool start_more(bool beyond_width);
   bool start_next_launch(Rank& rank);
-  void start_block(Launch& launch);
+  void start_cluster(Launch& launch);
+  Block* start_block(Launch& launch);
   void finish_block(Block* b);
   void block_triggered(Block* b);
   void launch_complete(Rank& rank, Launch& launch);

@@ -159,7 +159,15 @@ class SimDevice:
         return TensorMap(np.frombuffer(raw.ljust(128, b"\0"), np.uint64), tuple(buffers))
 
     def launch(
-        self, kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Arg], *, smem: int = 0, pdl: bool = False
+        self,
+        kernel: Kernel,
+        grid: Dim,
+        block: Dim,
+        args: Sequence[Arg],
+        *,
+        smem: int = 0,
+        pdl: bool = False,
+        cluster: Dim | None = None,
     ) -> None:
         """Queues one launch and runs what can run.
 
@@ -167,7 +175,7 @@ class SimDevice:
         """
         if not isinstance(kernel, SimKernel):
             raise QwenRawError(f"{kernel!r} was launched on the simulator: load it with this device's kernel()")
-        check_geometry(kernel, grid, block, smem, self.smem_per_block)
+        check_geometry(kernel, grid, block, smem, self.smem_per_block, cluster)
         if len(args) != len(kernel.params):
             names = ", ".join(p.name for p in kernel.params)
             raise QwenRawError(f"{kernel.name} takes {len(kernel.params)} arguments ({names}), got {len(args)}")
@@ -178,6 +186,7 @@ class SimDevice:
             [self._bind(kernel, param, arg) for param, arg in zip(kernel.params, args, strict=True)],
             dependent=pdl,
             resident_limit=resident_blocks(block, smem, self.sm_count),
+            cluster=cluster[0] if cluster else 1,
             keep=[arg for arg in args if isinstance(arg, SimBuffer | TensorMap)],
         )
         self._queue(lambda: self.world.launch(prepared))

@@ -82,7 +82,7 @@ class Prepared:
     keep: tuple[object, ...]
 
 
-def check_geometry(kernel: SimKernel, grid: Dim, block: Dim, smem: int, smem_limit: int) -> None:
+def check_geometry(kernel: SimKernel, grid: Dim, block: Dim, smem: int, smem_limit: int, cluster: Dim | None) -> None:
     """Raises QwenRawError for a launch that CUDA would refuse."""
     shape = f"{kernel.name}: grid {grid}, block {block}, {smem} bytes of shared memory"
     threads = block[0] * block[1] * block[2]
@@ -94,6 +94,8 @@ def check_geometry(kernel: SimKernel, grid: Dim, block: Dim, smem: int, smem_lim
         raise QwenRawError(f"{shape}: the kernel was compiled for at most {kernel.max_threads} threads a block")
     if any(g > most for g, most in zip(grid, MAX_GRID, strict=True)):
         raise QwenRawError(f"{shape}: a grid has at most {MAX_GRID} blocks a dimension")
+    if cluster is not None and (cluster[1:] != (1, 1) or not 1 <= cluster[0] <= 8 or grid[0] % cluster[0]):
+        raise QwenRawError(f"{shape}: clusters of {cluster} are not rows of 1 to 8 blocks that divide the grid")
     if not 0 <= smem <= smem_limit:
         raise QwenRawError(f"{shape}: the limit is {smem_limit} bytes a block")
 
@@ -144,6 +146,7 @@ def prepare(
     *,
     dependent: bool,
     resident_limit: int,
+    cluster: int,
     keep: Sequence[object],
 ) -> Prepared:
     """The C structures of a launch. A struct's pointers give access to whole allocations, under the struct's name."""
@@ -166,6 +169,7 @@ def prepare(
         smem,
         dependent,
         resident_limit,
+        cluster,
         len(bound) + len(extra),
         ctypes.cast(arguments, ctypes.POINTER(Argument)),
     )

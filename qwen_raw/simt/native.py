@@ -84,6 +84,7 @@ class Launch(Structure):
         ("smem", c_uint64),
         ("dependent", c_int),
         ("resident_limit", c_uint32),
+        ("cluster", c_uint32),
         ("argument_count", c_uint32),
         ("arguments", POINTER(Argument)),
     )

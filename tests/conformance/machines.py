@@ -20,7 +20,7 @@ MOST_RANKS = 5  # that a case takes: kernels that are compiled for up to eight a
 # Deadline of the polls of kernels that wait for a peer: a fault ends the launch instead of hanging it.
 LIMIT_NS = 2_000_000_000
 PROBE_STEMS = ("probes", "probes_sm90")
-HOPPER = ("shared_", "mbarrier_", "tma_", "tensor_map_", "named_", "register_", "red_add_f32x2", "wgmma_")
+HOPPER = ("shared_", "cluster_", "mbarrier_", "tma_", "tensor_map_", "named_", "register_", "red_add_f32x2", "wgmma_")
 
 
 class Recording:
@@ -62,10 +62,19 @@ class Machine:
         return self.ranks[0]
 
     def run(
-        self, name: str, args: Sequence[Arg], *, grid: int = 3, block: int = 64, smem: int = 0, pdl: bool = False
+        self,
+        name: str,
+        args: Sequence[Arg],
+        *,
+        grid: int = 3,
+        block: int = 64,
+        smem: int = 0,
+        pdl: bool = False,
+        cluster: Dim | None = None,
     ) -> None:
         """Queues the probe `name` on rank 0."""
-        self.dev.launch(self.probe(f"probe_{name}"), (grid, 1, 1), (block, 1, 1), args, smem=smem, pdl=pdl)
+        kernel = self.probe(f"probe_{name}")
+        self.dev.launch(kernel, (grid, 1, 1), (block, 1, 1), args, smem=smem, pdl=pdl, cluster=cluster)
 
     @contextmanager
     def together(self, *kernels: tuple[str, str]) -> Iterator[None]:

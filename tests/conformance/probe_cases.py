@@ -195,6 +195,20 @@ def exponentials(machine: Machine, rng: np.random.Generator) -> Outcome:
     return Output(out.download()), Output(want, allowed)
 
 
+def reciprocals(machine: Machine, rng: np.random.Generator) -> Outcome:
+    """1/x for every magnitude: an ulp, 2^-23 of the result, and half of one for the simulator's rounding."""
+    x = floats(rng, 4096)
+    out = machine.dev.zeros(x.shape, F32)
+    machine.run("rcp_approx", [out, machine.dev.array(x), np.int32(x.size)])
+    tiny = np.float32(2.0**-126)
+    flushed = np.where(np.abs(x) < tiny, np.copysign(np.float32(0), x), x)
+    with np.errstate(divide="ignore", over="ignore"):
+        exact = 1 / flushed.astype(np.float64)
+        want = np.where(np.abs(exact) < tiny, np.copysign(0, exact), exact).astype(np.float32)
+    finite = np.where(np.isfinite(exact), np.abs(exact), 0.0)
+    return Output(out.download()), Output(want, finite * 1.5 * 2.0**-23 + np.where(finite < 2 * tiny, tiny, 0.0))
+
+
 def clock(machine: Machine, rng: np.random.Generator) -> Outcome:
     """Never back, and forward within a million readings."""
     out = machine.dev.zeros((64, 2), U32)
@@ -282,6 +296,7 @@ _BITS8 = np.arange(256, dtype=np.uint32).astype(np.uint8)
 
 PTX = [
     *(copies(name, 4) for name in ("ld_stream_v4", "ld_global_v4", "prefetch_l2", "ld_volatile_v4", "st_volatile_v4")),
+    copies("ld_global_f2", 2, F32),
     copies("ld_global_f4", 4, F32),
     *(copies(name, 1) for name in ("ld_volatile_u32", "ld_acquire_sys_u32", "st_volatile_u32", "st_release_sys_u32")),
     copies("st_release_sys_u64", 1, U64),
@@ -296,6 +311,7 @@ PTX = [
     Probe("griddep_wait", chain),
     Probe("griddep_wait", overlap, "early"),
     Probe("ex2_approx", exponentials),
+    Probe("rcp_approx", reciprocals),
     Probe("global_timer_ns", clock),
     Probe("trap", no_trap),
 ]

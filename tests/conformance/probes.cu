@@ -14,6 +14,9 @@ KERNEL(256) void probe_ld_stream_v4(uint4* out, const uint4* in, int n) {
 KERNEL(256) void probe_ld_global_v4(uint4* out, const uint4* in, int n) {
   for EACH(i, n) out[i] = ld_global_v4(in + i);
 }
+KERNEL(256) void probe_ld_global_f2(float2* out, const float2* in, int n) {
+  for EACH(i, n) out[i] = ld_global_f2(in + i);
+}
 KERNEL(256) void probe_ld_global_f4(float4* out, const float4* in, int n) {
   for EACH(i, n) out[i] = ld_global_f4(in + i);
 }
@@ -124,6 +127,9 @@ KERNEL(32) void probe_griddep_wait_early(uint32_t* bell) {
 // ---- arithmetic -----------------------------------------------------------------------------------------------------------
 KERNEL(256) void probe_ex2_approx(float* out, const float* in, int n) {
   for EACH(i, n) out[i] = ex2_approx(in[i]);
+}
+KERNEL(256) void probe_rcp_approx(float* out, const float* in, int n) {
+  for EACH(i, n) out[i] = rcp_approx(in[i]);
 }
 
 // One warp's fragments of tile blockIdx.x, as include/ptx.cuh lays them out: a [16, 16], b [16, 8], c and out [16, 8], row-major.

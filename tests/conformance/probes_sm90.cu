@@ -54,9 +54,59 @@ PROBE_MBARRIER(mbarrier_try_wait)
 #define PROBE_BOXES(wrapper, load)                                                                \
   KERNEL(128) void probe_##wrapper(uint4* out, BY_VALUE TensorMap map, const int* at, int boxes, int bytes) { TAKE_BOXES(load) }
 PROBE_BOXES(tma_load_2d, tma_load_2d(buffer, map, bar, c[0], c[1]))
-PROBE_BOXES(tma_load_5d, tma_load_5d(buffer, map, bar, c[0], c[1], c[2], c[3], c[4]))
+PROBE_BOXES(tma_load_3d, tma_load_3d(buffer, map, bar, c[0], c[1], c[2]))
 PROBE_BOXES(mbarrier_arrive_expect_tx, tma_load_2d(buffer, map, bar, c[0], c[1]))
 PROBE_BOXES(tensor_map_prefetch, (tensor_map_prefetch(map), tma_load_2d(buffer, map, bar, c[0], c[1])))
+
+// ---- clusters of two blocks ----------------------------------------------------------------------------------------------------------
+KERNEL(32) void probe_cluster_rank(uint32_t* out) {
+  if (threadIdx.x == 0) out[blockIdx.x] = cluster_rank();
+}
+// Each block puts its words in memory and takes the other's. block: 64.
+KERNEL(64) void probe_cluster_sync(uint32_t* out, uint32_t* slots, const uint32_t* in) {
+  const int i = int(blockIdx.x * blockDim.x + threadIdx.x), other = int((blockIdx.x ^ 1) * blockDim.x + threadIdx.x);
+  slots[i] = in[i];
+  cluster_sync();
+  out[i] = slots[other];
+  cluster_sync();
+}
+// Rounds in which each block waits for all threads of the other: out[block, round] is 1 if it was not over before. block: 64.
+KERNEL(64) void probe_mbarrier_arrive_at(uint32_t* out, int rounds) {
+  DYN_SHARED_TILES(uint64_t, bar);
+  if (threadIdx.x == 0) mbarrier_init(bar, blockDim.x);
+  mbarrier_init_fence();
+  cluster_sync();
+  for (int r = 0; r < rounds; r++) {
+    const bool over = mbarrier_try_wait(bar, r % 2);  // before this block has told the other to go on
+    cluster_sync();
+    mbarrier_arrive_at(bar, cluster_rank() ^ 1);
+    mbarrier_wait(bar, r % 2);
+    if (threadIdx.x == 0) out[blockIdx.x * rounds + r] = !over;
+  }
+  cluster_sync();
+}
+// Each block copies one half of the box to both: 16 rows, then 32. out: [2, bytes].
+#define PROBE_MULTICAST(wrapper, load)                                                            \
+  KERNEL(128) void probe_##wrapper(uint4* out, BY_VALUE TensorMap map, int bytes) {               \
+    DYN_SHARED_TILES(unsigned char, buffer);                                                      \
+    uint64_t* bar = reinterpret_cast<uint64_t*>(buffer + bytes);                                  \
+    const int rank = int(cluster_rank());                                                         \
+    unsigned char* half = buffer + rank * (bytes / 2);                                            \
+    if (threadIdx.x == 0) {                                                                       \
+      mbarrier_init(bar, 1);                                                                      \
+      mbarrier_init_fence();                                                                      \
+    }                                                                                             \
+    cluster_sync();                                                                               \
+    if (threadIdx.x == 0) {                                                                       \
+      mbarrier_arrive_expect_tx(bar, uint32_t(bytes));                                            \
+      load;                                                                                       \
+    }                                                                                             \
+    mbarrier_wait(bar, 0);                                                                        \
+    for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x)                                    \
+      out[rank * (bytes / 16) + i] = reinterpret_cast<const uint4*>(buffer)[i];                   \
+    cluster_sync();                                                                               \
+  }
+PROBE_MULTICAST(tma_multicast_2d, tma_multicast_2d(half, map, bar, 8, 16 * rank, uint16_t(3)))
 
 // Two groups of two warps, each with its own barrier: out[t] is what the thread's neighbour in its group has put. block: 128.
 KERNEL(128) void probe_named_barrier(uint32_t* out, const uint32_t* in) {
@@ -126,7 +176,9 @@ DEVICE void product(float* out, const TensorMap& a, const TensorMap& b, const fl
     product<REGS>(out, a, b, c, groups, [](float(&d)[REGS], uint64_t x, uint64_t y, int add) { multiply(d, x, y, add); });      \
   }
 #define PROBE_WGMMA(wrapper, n, REGS) PRODUCT(wrapper##_n##n, wrapper, REGS)
+PROBE_WGMMA(wgmma_bf16, 8, 4)
 PROBE_WGMMA(wgmma_bf16, 16, 8)
+PROBE_WGMMA(wgmma_bf16, 32, 16)
 PROBE_WGMMA(wgmma_bf16, 64, 32)
 PROBE_WGMMA(wgmma_bf16, 128, 64)
 PROBE_WGMMA(wgmma_bf16, 192, 96)
@@ -134,7 +186,9 @@ PROBE_WGMMA(wgmma_bf16, 224, 112)
 PROBE_WGMMA(wgmma_bf16, 256, 128)
 PROBE_WGMMA(wgmma_f16, 64, 32)
 PROBE_WGMMA(wgmma_f16, 256, 128)
+PROBE_WGMMA(wgmma_e4m3, 8, 4)
 PROBE_WGMMA(wgmma_e4m3, 16, 8)
+PROBE_WGMMA(wgmma_e4m3, 32, 16)
 PROBE_WGMMA(wgmma_e4m3, 128, 64)
 PROBE_WGMMA(wgmma_e4m3, 256, 128)
 // The same of what belongs to every product.

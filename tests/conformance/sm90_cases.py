@@ -51,9 +51,8 @@ def boxes(name: str, item: int) -> Probe:
         source = dev.array(data.view(BF16 if item == 2 else E4M3))
         shape = BoxShape((columns, rows), (columns * item,), (ROW // item, high))
         at = np.zeros((6, 5), np.int32)
-        at[:, :2] = [(0, 0), (ROW // item, 8), (8, 30), (-8, -5), (columns, 0), (3, 17)]
-        if item == 2:
-            at[5, 0] = 5  # an odd column: boxes begin anywhere
+        pack = 16 // item  # boxes begin at whole packs
+        at[:, :2] = [(0, 0), (ROW // item, 8), (pack, 30), (-pack, -5), (columns, 0), (3 * pack, 17)]
         padded = np.zeros((rows + 2 * high, columns * item + 4 * ROW), np.uint8)
         padded[high : high + rows, ROW : ROW + columns * item] = data
         want = []
@@ -65,27 +64,20 @@ def boxes(name: str, item: int) -> Probe:
     return Probe(name, run, f"{8 * item} bits")
 
 
-def pairs(name: str) -> Probe:
-    """Five dimensions as the kernels use them: 8 rows, their partners, the next 8, the next head; tails."""
-
-    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
-        dev, K, half, heads = machine.dev, 72, 24, 3
-        data = rng.integers(0, 1 << 16, (heads, 2, half // 8, 8, K), dtype=np.uint16)
-        row = K * 2
-        shape = BoxShape(
-            (K, 8, 2, half // 8, heads), (row, half * row, 8 * row, 2 * half * row), (ROW // 2, 8, 2, 2, 1)
-        )
-        at = np.array([(0, 0, 0, 0, 0), (64, 0, 0, 2, 1), (8, 0, 0, 1, 2), (0, 0, 0, 2, 3)], np.int32)
-        padded = np.zeros((heads + 1, 2, half // 8 + 2, 8, K + 64), np.uint16)
-        padded[:heads, :, : half // 8, :, :K] = data
-        want = [
-            swizzle(np.ascontiguousarray(padded[v, :, u : u + 2, :, x : x + 64].transpose(1, 0, 2, 3)).view(np.uint8))
-            for x, _, _, u, v in at
-        ]
-        source = dev.array(data)
-        return take(machine, name, dev.tensor_map([source], shape), at, 32, np.array(want).reshape(len(at), 32, ROW))
-
-    return Probe(name, run)
+def planes(machine: Machine, rng: np.random.Generator) -> Outcome:
+    """Three dimensions: boxes that end inside a plane do not run into the next one."""
+    dev, (depth, rows, K) = machine.dev, (3, 19, 72)
+    data = rng.integers(0, 1 << 16, (depth, rows, K), dtype=np.uint16)
+    shape = BoxShape((K, rows, depth), (2 * K, 2 * K * rows), (ROW // 2, 8, 2))
+    at = np.array([(0, 0, 0, 0, 0), (64, 8, 1, 0, 0), (8, 16, 2, 0, 0), (0, -3, 0, 0, 0)], np.int32)
+    padded = np.zeros((depth + 2, rows + 16, K + 64), np.uint16)
+    padded[:depth, 8 : rows + 8, :K] = data
+    want = [
+        swizzle(np.ascontiguousarray(padded[z : z + 2, y + 8 : y + 16, x : x + 64]).view(np.uint8).reshape(-1, ROW))
+        for x, y, z, _, _ in at
+    ]
+    source = dev.array(data)
+    return take(machine, "tma_load_3d", dev.tensor_map([source], shape), at, 16, np.array(want))
 
 
 def take(machine: Machine, name: str, tensor_map: TensorMap, at: Array, rows: int, want: Array) -> Outcome:
@@ -94,6 +86,46 @@ def take(machine: Machine, name: str, tensor_map: TensorMap, at: Array, rows: in
     args = [out, tensor_map, machine.dev.array(at), np.int32(len(at)), np.int32(nbytes)]
     machine.run(name, args, grid=1, block=128, smem=nbytes + 1024)
     return Output(out.download()), Output(np.ascontiguousarray(want).view(U32).reshape(-1))
+
+
+PAIR = (2, 1, 1)  # blocks of a cluster
+
+
+def ranks(machine: Machine, rng: np.random.Generator) -> Outcome:
+    out = machine.dev.zeros((6,), U32)
+    machine.run("cluster_rank", [out], grid=6, block=32, cluster=PAIR)
+    return Output(out.download()), Output(np.arange(6, dtype=np.uint32) % 2)
+
+
+def exchange(machine: Machine, rng: np.random.Generator) -> Outcome:
+    bits = words(rng, 4, 64)
+    out, slots = machine.dev.zeros((4, 64), U32), machine.dev.zeros((4, 64), U32)
+    machine.run("cluster_sync", [out, slots, machine.dev.array(bits)], grid=4, block=64, cluster=PAIR)
+    return Output(out.download()), Output(bits[[1, 0, 3, 2]])
+
+
+def ping_pong(machine: Machine, rng: np.random.Generator) -> Outcome:
+    out = machine.dev.zeros((4, 7), U32)
+    machine.run("mbarrier_arrive_at", [out, np.int32(7)], grid=4, block=64, smem=1024, cluster=PAIR)
+    return Output(out.download()), Output(np.ones((4, 7), np.uint32))
+
+
+def multicast_rows(machine: Machine, rng: np.random.Generator) -> Outcome:
+    """Boxes of 16 rows from column 8 on; the matrix ends inside the second."""
+    data = rng.integers(0, 1 << 16, (29, 80), dtype=np.uint16)
+    shape = BoxShape((80, 29), (160,), (64, 16))
+    padded = np.zeros((32, 72), np.uint16)
+    padded[:29] = data[:, 8:]
+    return multicast(machine, "tma_multicast_2d", data, shape, padded[:, :64])
+
+
+def multicast(machine: Machine, name: str, data: Array, shape: BoxShape, want: Array) -> Outcome:
+    source = machine.dev.array(data)
+    box = swizzle(np.ascontiguousarray(want).view(np.uint8).reshape(-1, ROW))
+    out = machine.dev.zeros((2, box.size // 4), U32)
+    args = [out, machine.dev.tensor_map([source], shape), np.int32(box.size)]
+    machine.run(name, args, grid=2, block=128, smem=box.size + 1024, cluster=PAIR)
+    return Output(out.download()), Output(np.tile(box.reshape(-1).view(U32), (2, 1)))
 
 
 def groups(machine: Machine, rng: np.random.Generator) -> Outcome:
@@ -179,14 +211,22 @@ def encode(x: Array, kind: str) -> tuple[Array, Array]:
     return bits, table[bits]
 
 
-_WIDTHS = {"wgmma_bf16": (16, 64, 128, 192, 224, 256), "wgmma_f16": (64, 256), "wgmma_e4m3": (16, 128, 256)}
+_WIDTHS = {
+    "wgmma_bf16": (8, 16, 32, 64, 128, 192, 224, 256),
+    "wgmma_f16": (64, 256),
+    "wgmma_e4m3": (8, 16, 32, 128, 256),
+}
 SM90 = [
     Probe("shared_address", addresses),
     *(rounds(f"mbarrier_{what}") for what in ("init", "init_fence", "arrive", "try_wait")),
     *(boxes("tma_load_2d", item) for item in (1, 2)),
     boxes("mbarrier_arrive_expect_tx", 2),
     boxes("tensor_map_prefetch", 2),
-    pairs("tma_load_5d"),
+    Probe("tma_load_3d", planes),
+    Probe("cluster_rank", ranks),
+    Probe("cluster_sync", exchange),
+    Probe("mbarrier_arrive_at", ping_pong),
+    Probe("tma_multicast_2d", multicast_rows),
     Probe("named_barrier", groups),
     *(registers(f"register_{what}") for what in ("increase", "decrease")),
     Probe("red_add_f32x2", additions),

@@ -64,7 +64,7 @@ def test_mistakes_are_races(new_device: NewDevice, mistake: str, seed: int | Non
         (0, "mbarrier at dynamic shared memory .* was not initialised"),
         (1, "a block ended with bulk copies under way"),
         (2, "destination at 128, not aligned to 1024 bytes"),
-        (3, "tma_load_5d with a tensor map of 2 dimensions"),
+        (3, "tma_load_3d with a tensor map of 2 dimensions"),
         (4, r"named_barrier 1 of \d+ threads, others wait there for \d+"),
         (5, r"deadlock|waits"),
         (6, r"trap: the kernel ended the launch"),

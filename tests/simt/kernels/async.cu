@@ -60,7 +60,7 @@ KERNEL(160) void misuse(BY_VALUE TensorMap x, int mode) {
   __syncthreads();
   if (mode == 1 && threadIdx.x == 0) tma_load_2d(buffer, x, bar, 0, 0);            // and ends without waiting
   if (mode == 2 && threadIdx.x == 0) tma_load_2d(buffer + 128, x, bar, 0, 0);      // not aligned for its swizzle
-  if (mode == 3 && threadIdx.x == 0) tma_load_5d(buffer, x, bar, 0, 0, 0, 0, 0);   // of a matrix
+  if (mode == 3 && threadIdx.x == 0) tma_load_3d(buffer, x, bar, 0, 0, 0);  // of a matrix
   if (mode == 4) named_barrier(1, threadIdx.x < 32 ? 64 : 96);
   if (mode == 5 && threadIdx.x < 64) named_barrier(1, 96);  // 32 never come
   if (mode == 6) mbarrier_wait(bar, 0);                     // nobody arrives

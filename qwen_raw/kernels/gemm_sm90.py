@@ -1,0 +1,231 @@
+"""Launchers of include/gemm_sm90.cuh's kernels, Hopper's prefill products: for gemm_bf16_sm90 and gemm_fp8_sm90."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qwen_raw.device import BF16, E4M3, F32, U32, Arg, BoxShape, Buffer, Device, TensorMap
+from qwen_raw.errors import QwenRawError, require
+from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
+
+THREADS, P_ROWS, ROW_BYTES = 384, 128, 128  # as in include/gemm_sm90.cuh
+MAX_SPLIT_TILES = 4096
+ARCH = "sm_90a"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One instance of the kernel. `few`: for at most BN tokens, the weights are the rows of a tile."""
+
+    name: str
+    few: bool
+    BN: int
+    stages: int
+    blocks: int  # a multiprocessor holds
+    cluster: int = 1  # blocks that share a tile of the other operand
+
+    @property
+    def smem(self) -> int:
+        """Bytes of dynamic shared memory: the ring, and a kilobyte with its barriers."""
+        return self.stages * (P_ROWS + self.BN) * ROW_BYTES + 1024
+
+    def tiles(self, T: int, rows: int) -> int:
+        """A cluster's tiles of a product of T tokens with `rows` rows of weights (pairs counted twice)."""
+        p, q = (rows, T) if self.few else (T, rows)
+        return -(-p // (P_ROWS * self.cluster)) * -(-q // self.BN)
+
+    def clusters(self, sm_count: int) -> int:
+        """How many run at a time."""
+        return self.blocks * sm_count // self.cluster
+
+
+VARIANTS = {
+    v.name: v
+    for v in (
+        Variant("few16", True, 16, 6, 2),
+        Variant("few64", True, 64, 4, 2),
+        *(Variant(f"many128{x}", False, 128, 7, 1, n) for x, n in (("", 1), ("x2", 2))),
+        *(Variant(f"many192{x}", False, 192, 5, 1, n) for x, n in (("", 1), ("x2", 2))),
+        *(Variant(f"many224{x}", False, 224, 5, 1, n) for x, n in (("", 1), ("x2", 2))),
+        *(Variant(f"many256{x}", False, 256, 4, 1, n) for x, n in (("", 1), ("x2", 2))),
+    )
+}
+# Which of them an operation has.
+FEW = ("few16", "few64")
+_MANY = ("many128", "many128x2", "many256", "many256x2")
+_ODD = ("many192", "many192x2")
+_ALL = (*FEW, *_MANY, *_ODD, "many224", "many224x2")
+OPERATIONS = {"qkv": (*FEW, *_MANY), "add": _ALL, "store": _ALL, "swiglu": (*FEW, *_MANY, *_ODD)}
+
+
+def most_pieces(rest: int, clusters: int, slices: int) -> int:
+    """Into how many pieces the tiles that do not fill a wave of clusters can be cut, so that each cluster has one."""
+    return max(1, min(clusters // rest, slices)) if rest else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How to run one product: the kernel, and into how many pieces along K it may cut tiles that do not fill a wave."""
+
+    variant: Variant
+    pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Partial sums of tiles that several blocks share. One stream may use it at a time."""
+
+    partials: Buffer  # f32
+    counters: Buffer  # u32 [MAX_SPLIT_TILES], zero between launches
+
+    @staticmethod
+    def create(dev: Device) -> Workspace:
+        """For every variant on this device."""
+        most = max(v.blocks * dev.sm_count * P_ROWS * v.BN for v in VARIANTS.values())
+        return Workspace(dev.empty((most,), F32), dev.zeros((MAX_SPLIT_TILES,), U32))
+
+
+def choose(op: str, T: int, rows: int, sm_count: int) -> Choice:
+    """The variant with the least work on its busiest multiprocessor; few tokens take the narrowest tile for them.
+
+    `rows`: of weights, pairs counted twice.
+    """
+    few = [VARIANTS[name] for name in OPERATIONS[op] if name in FEW and VARIANTS[name].BN >= T]
+    if few:
+        return Choice(few[0], 16)
+
+    def cost(v: Variant) -> float:
+        waves = -(-v.tiles(T, rows) // v.clusters(sm_count))
+        return waves * (v.BN + 16)  # a narrow tile reads more for each product
+
+    return Choice(min((VARIANTS[name] for name in OPERATIONS[op] if name not in FEW), key=cost))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens' operand: x [T, K] bf16, or e4m3 with one fp32 scale a token."""
+
+    values: Buffer  # [T, K]
+    scale: Buffer | None = None  # [T], e4m3 only
+
+
+@dataclass(frozen=True, slots=True)
+class GemmSm90:
+    """One weight type's kernels: C = x·Wᵀ, x [T, K] of the weights' type."""
+
+    stem: str
+    fp8: bool
+    workspace: Workspace
+
+    def qkv(
+        self,
+        dev: Device,
+        q: Buffer,
+        k_cache: Buffer,
+        v_cache: Buffer,
+        x: Tokens,
+        w: Linear,
+        bias: Buffer,
+        rope: Buffer,
+        pos0: int,
+        choice: Choice | None = None,
+    ) -> None:
+        """q bf16 [T, H, HD], and rows pos0 … of both caches [KV, max_len, HD], from x [T, K].
+
+        bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}.
+        """
+        (T, H, HD), (KV, max_len, _) = q.shape, k_cache.shape
+        heads = H + 2 * KV
+        require(heads * HD == w.N, f"QKV weight has {w.N} rows, {H} + 2·{KV} heads of {HD} are {heads * HD}")
+        require(HD in (64, 128), f"head_dim {HD}: this kernel has 64 and 128")
+        require(pos0 >= 0 and pos0 + T <= max_len, f"positions {pos0} … {pos0 + T - 1} do not fit a cache of {max_len}")
+        check_buffer(q, (x.values.shape[0], H, HD), BF16, "q")
+        check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
+        check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
+        check_buffer(bias, (w.N,), F32, "bias")
+        check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
+        dims = [H, KV, (HD // 2).bit_length() - 1, pos0, max_len]
+        self._launch(dev, "qkv", choice, [q, k_cache, v_cache], x, [w], [bias, rope], dims)
+
+    def swiglu(
+        self, dev: Device, act: Buffer, x: Tokens, gate: Linear, up: Linear, choice: Choice | None = None
+    ) -> None:
+        """act bf16 [T, I] = silu(x·Wgᵀ)·(x·Wuᵀ); in memory `up` follows `gate`."""
+        require((gate.N, gate.K) == (up.N, up.K), f"gate is {gate.weight.shape}, up is {up.weight.shape}")
+        require(gate.N % 8 == 0, f"{gate.N} intermediate columns are not a multiple of 8")
+        T = x.values.shape[0]
+        check_buffer(act, (T, gate.N), BF16, "act")
+        behind = up.weight.ptr == gate.weight.ptr + gate.weight.nbytes
+        require(behind, "the up-projection's weight does not lie behind the gate's: load both as one")
+        if self.fp8 and gate.scale is not None and up.scale is not None:
+            require(up.scale.ptr == gate.scale.ptr + gate.scale.nbytes, "gate's and up's scales are not one array")
+        self._launch(dev, "swiglu", choice, [act], x, [gate, up], [], [gate.N])
+
+    def add(self, dev: Device, h: Buffer, x: Tokens, w: Linear, choice: Choice | None = None) -> None:
+        """h f32 [T, N] += x·Wᵀ."""
+        T = x.values.shape[0]
+        check_buffer(h, (T, w.N), F32, "h")
+        self._launch(dev, "add", choice, [h], x, [w], [], [w.N])
+
+    def store(self, dev: Device, c: Buffer, x: Tokens, w: Linear, choice: Choice | None = None) -> None:
+        """c bf16 [T, N] = x·Wᵀ."""
+        T = x.values.shape[0]
+        check_buffer(c, (T, w.N), BF16, "c")
+        self._launch(dev, "store", choice, [c], x, [w], [], [w.N])
+
+    def _launch(
+        self,
+        dev: Device,
+        op: str,
+        choice: Choice | None,
+        outputs: list[Buffer],
+        x: Tokens,
+        weights: list[Linear],
+        more: list[Buffer],
+        dims: list[int],
+    ) -> None:
+        """`weights`: one behind the other in memory; `more` and `dims`: behind the maps."""
+        (T, K), first = x.values.shape, weights[0]
+        rows = sum(w.N for w in weights)
+        for w in weights:
+            check_linear(w, self.fp8)
+        require(first.N % 8 == 0, f"{first.N} rows of weights are not a multiple of 8")
+        check_buffer(x.values, (T, first.K), E4M3 if self.fp8 else BF16, "x")
+        scales: list[Buffer] = []
+        if self.fp8:
+            require(x.scale is not None, "e4m3 tokens without scales")
+            scales = [b for b in (x.scale, first.scale) if b is not None]
+            check_buffer(scales[0], (T,), F32, "the tokens' scale")
+        slices = -(-K * x.values.dtype.itemsize // ROW_BYTES)
+        choice = choice or choose(op, T, rows, dev.sm_count)
+        v, clusters = choice.variant, choice.variant.clusters(dev.sm_count)
+        if v.name not in OPERATIONS[op] or (v.few and T > v.BN):
+            raise QwenRawError(f"gemm_{op} for {T} tokens does not have the variant {v.name}")
+        tiles = v.tiles(T, rows)
+        rest = tiles % clusters
+        pieces = min(choice.pieces, most_pieces(rest, clusters, slices))
+        split = rest if pieces > 1 and rest * v.cluster <= MAX_SPLIT_TILES else 0
+        w_tile = P_ROWS if v.few else v.BN
+        x_box = v.BN if v.few else P_ROWS
+        w_box = w_tile // (1 if v.few else v.cluster)
+        if op == "swiglu":
+            w_box = w_tile // 2
+        elif op == "qkv" and v.few:
+            w_box = outputs[0].shape[2] // 2
+        x_map = _rows(dev, [x.values], x_box)
+        w_map = _rows(dev, [w.weight for w in weights], w_box)
+        grid = min(clusters, tiles - split + split * pieces) * v.cluster
+        args: list[Arg] = [*outputs, x_map, w_map, self.workspace.partials, self.workspace.counters, *scales, *more]
+        args += [np.int32(n) for n in (*dims, T, K, split, pieces)]
+        cluster = (v.cluster, 1, 1) if v.cluster > 1 else None
+        kernel = dev.kernel(self.stem, f"gemm_{op}_{'fp8' if self.fp8 else 'bf16'}_{v.name}")
+        dev.launch(kernel, (grid, 1, 1), (THREADS, 1, 1), args, smem=v.smem, pdl=True, cluster=cluster)
+
+
+def _rows(dev: Device, matrices: list[Buffer], box: int) -> TensorMap:
+    """Boxes of slices of `box` rows, of matrices that follow each other in memory."""
+    K, item = matrices[0].shape[1], matrices[0].dtype.itemsize
+    shape = BoxShape((K, sum(m.shape[0] for m in matrices)), (K * item,), (ROW_BYTES // item, box))
+    return dev.tensor_map(matrices, shape)
