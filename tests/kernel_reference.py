@@ -78,3 +78,9 @@ def assert_close(got: Array, want: Array, *, rel: float, what: str) -> None:
         f"{what}: worst at {tuple(int(i) for i in worst)}: got {got[worst]}, expected {want[worst]}, "
         f"{error.max() / limit:.1f} times the tolerance"
     )
+
+
+def assert_sums_close(got: Array, want: Array, terms: Array, *, what: str, bits: int = 20) -> None:
+    """fp32 sums: within 2^-bits of the sum of their terms' magnitudes, which they may be far smaller than."""
+    error, limit = np.abs(np.asarray(got, np.float64) - want), np.asarray(terms, np.float64) * 2.0**-bits
+    assert (error <= limit).all(), f"{what}: off by {(error / limit).max():.1f} times the tolerance"
