@@ -13,6 +13,7 @@ MOST_GUESSES = 15  # a pass verifies one row more
 DEFAULT_GUESSES = 4
 WINDOW = 8  # passes that are judged together
 AGAIN = 64  # steps after which n-grams are tried again
+MOST_NGRAM = 1000  # ids of a run that is looked up
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class Speculation:
             raise UsageError(f"draft is {self.draft!r}, expected a model as load takes it")
         object.__setattr__(self, "ngram", None if self.ngram is None else integer("ngram", self.ngram))
         object.__setattr__(self, "guesses", integer("guesses", self.guesses))
-        if self.ngram is not None and self.ngram < 1:
-            raise UsageError(f"n-grams of {self.ngram} ids: at least 1")
+        if self.ngram is not None and not 1 <= self.ngram <= MOST_NGRAM:
+            raise UsageError(f"n-grams of {self.ngram} ids: 1 to {MOST_NGRAM} are possible")
         if not 1 <= self.guesses <= MOST_GUESSES:
             raise UsageError(f"{self.guesses} guesses a pass: 1 to {MOST_GUESSES} are possible")
 

@@ -47,6 +47,10 @@ class Plan:
     smem: int
 
 
+class NoRoomError(QwenRawError):
+    """A product's blocks need more shared memory than a multiprocessor has."""
+
+
 @dataclass(frozen=True, slots=True)
 class GemvRows:
     """One weight type's kernels."""
@@ -91,7 +95,7 @@ class GemvRows:
                 resident = dev.resident_blocks(kernel, warps * WARP, smem)  # type: ignore[arg-type]
                 if resident >= per_sm or (R and resident):
                     return Plan(tokens, S, K_block, warps, ranges, G, smem)
-        raise QwenRawError(f"{self.stem}: {units} units, rows of {K}: no block fits a multiprocessor")
+        raise NoRoomError(f"{self.stem}: {units} units, rows of {K}: no block fits a multiprocessor")
 
     def _launch(
         self,

@@ -13,6 +13,7 @@ from qwen_raw.errors import QwenRawError, UsageError, close_all
 from qwen_raw.generation.runner import Progress
 from qwen_raw.generation.speculation import AGAIN, Governor, PassCounts
 from qwen_raw.kernels.accept import PassBuffers
+from qwen_raw.kernels.gemv_rows import NoRoomError
 from qwen_raw.model.assembly import assemble
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.prompt import Prompt
@@ -72,12 +73,22 @@ class SpeculativeRunner(DeviceRunner):
             drafter = NgramDrafter(rank, ngram, buffers.no_draft)
         else:
             raise UsageError("speculation takes a draft model or n-grams")
-        self._pass = Pass.create(rank, drafter, verify, buffers)
-        self._graphs: tuple[Graph, Graph] | None = self._capture()
+        self._graphs: tuple[Graph, Graph] | None = self._start(drafter, verify, buffers)
         self._steps = 0  # passes queued that guessed nothing
+        self._counted: PassCounts | None = None  # when it was closed
         self.cost = self._measure() if device.kind == "cuda" else None
         self._again = AGAIN if draft is None else None  # a draft model has no keys of what it did not see
         self._note_memory()
+
+    def _start(self, drafter: Drafter, verify: str, buffers: PassBuffers) -> tuple[Graph, Graph]:
+        """Make passes ready. Where products of several rows find no room (small multiprocessors), prefill's do."""
+        try:
+            self._pass = Pass.create(self.ranks[0], drafter, verify, buffers)
+            return self._capture()
+        except NoRoomError:
+            if verify != "rows":
+                raise
+        return self._start(drafter, "chunk", buffers)
 
     def _capture(self) -> tuple[Graph, Graph]:
         """A pass and a step as graphs, their kernels loaded by ones that post nothing (the limit is step 0)."""
@@ -108,6 +119,8 @@ class SpeculativeRunner(DeviceRunner):
     @property
     def speculated(self) -> PassCounts:
         """See Runner: since the runner was made."""
+        if self._counted is not None:
+            return self._counted
         passes, _, right, guesses = (int(word) for word in self._pass.buffers.told.words)
         return PassCounts(passes, guesses, right, self._steps)
 
@@ -173,6 +186,7 @@ class SpeculativeRunner(DeviceRunner):
         """See Runner."""
         if self._graphs is None:
             return
+        self._counted = self.speculated  # what it is read from goes with the device
         graphs, self._graphs = self._graphs, None
         drafts = [] if self._draft_prompt is None else [self._draft_prompt.close]
         close_all([*(graph.close for graph in graphs), *drafts, super().close])

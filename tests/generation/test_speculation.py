@@ -12,6 +12,7 @@ from qwen_raw.generation.speculation import WINDOW, Governor, PassCounts, Specul
         ({}, "one of the two"),
         ({"draft": "a", "ngram": 2}, "one of the two"),
         ({"ngram": 0}, "n-grams of 0 ids"),
+        ({"ngram": 10**30}, "1 to 1000 are possible"),
         ({"ngram": 2, "guesses": 0}, "0 guesses a pass"),
         ({"ngram": 2, "guesses": 16}, "16 guesses a pass"),
     ],

@@ -10,6 +10,7 @@ from loaders.resolve import open_model, open_tokenizer
 from qwen_raw.errors import QwenRawError, UsageError
 from qwen_raw.generation.sampling import gumbel_noise
 from qwen_raw.generation.speculation import WINDOW
+from qwen_raw.kernels.gemv_rows import GemvRows, NoRoomError
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.speculate import VERIFY
 from qwen_raw.model.speculative import SpeculativeRunner
@@ -154,3 +155,33 @@ def test_what_does_not_fit_is_refused(dev: Any) -> None:
         SpeculativeRunner(dev, model, guesses=2, **options(model, 64))
     with pytest.raises(QwenRawError, match="rows a pass"):
         SpeculativeRunner(dev, model, guesses=16, ngram=1, **options(model, 64))
+
+
+def test_prefills_products_stand_in_where_rows_find_no_room(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small multiprocessors: the pass is slower, the ids are the same."""
+    model, request = open_model(MODEL), {"max_tokens": 6, "temperature": 0.0, "seed": 0}
+
+    def no_room(*_: Any) -> None:
+        raise NoRoomError("no block fits a multiprocessor")
+
+    monkeypatch.setattr(GemvRows, "plan", no_room)
+    runner = SpeculativeRunner(dev, model, guesses=2, ngram=2, **options(model, 48))
+    chunk = SpeculativeRunner(dev, model, guesses=2, ngram=2, verify="chunk", **options(model, 48))
+    try:
+        ids = [5, 6, 7, 8] * 2
+        assert list(runner.generate(ids, **request)) == list(chunk.generate(ids, **request))
+    finally:
+        runner.close()
+        chunk.close()
+
+
+def test_a_closed_runner_still_says_what_it_guessed(dev: Any) -> None:
+    """Its counts lie in memory that goes with the device; asking an engine for more must not read that."""
+    model = open_model(MODEL)
+    runner = SpeculativeRunner(dev, model, guesses=2, ngram=2, **options(model, 48))
+    list(runner.generate([5, 6, 7, 8], max_tokens=4, temperature=0.0, seed=0))
+    counts = runner.speculated
+    runner.close()
+    assert runner.speculated == counts and counts.passes > 0
+    with pytest.raises(QwenRawError, match="this runner is closed"):
+        next(runner.generate([5], max_tokens=2, temperature=0.0, seed=0))
