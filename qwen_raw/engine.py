@@ -296,7 +296,9 @@ def _runner(
     """Move the weights to where they will be used. Devices whose runner cannot be made are closed."""
     if not placement.devices:
         if speculation is not None:
-            raise UsageError("speculation needs a GPU: device cpu has one way to compute (device sim has passes)")
+            raise UsageError(
+                "speculation needs a GPU, or --device sim, which simulates its kernels: device cpu computes in NumPy"
+            )
         return ReferenceRunner(
             checkpoint, dtype=dtype, max_model_len=max_model_len, text_vocab=text_vocab, progress=progress
         )

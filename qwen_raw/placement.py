@@ -72,11 +72,9 @@ def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None) -> Placeme
             return Placement("cpu", (), () if isinstance(error, UsageError) else (f"the GPU cannot be used: {error}",))
         if not isinstance(error, UsageError):
             raise
-        hint = (
-            "use --device cpu to run without a GPU"
-            if one
-            else "a GPU may have several ranks (--devices 0,0), and --device sim simulates them"
-        )
+        hint = "use --device cpu to run without a GPU" if one else "--device sim simulates several ranks"
+        if not one and len(set(gpus or (0, 1))) > 1:
+            hint = f"a GPU may have several ranks (--devices 0,0), and {hint}"
         raise UsageError(f"{error}: {hint}") from error
 
 

@@ -347,7 +347,9 @@ def test_cuda_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UsageError, match="no NVIDIA driver was found on this machine: use --device cpu"):
             load(device="cuda", devices=gpus)
     with pytest.raises(UsageError, match="no NVIDIA driver was found on this machine: a GPU may have several ranks"):
-        load(devices=[0, 0])
+        load(devices=[0, 1])
+    with pytest.raises(UsageError, match="on this machine: --device sim simulates several ranks"):
+        load(devices=[0, 0])  # no advice to do what was just done
     with load(device="auto", max_model_len=8) as engine:
         assert (engine.device, engine.notes) == ("cpu", ())
     monkeypatch.setattr(device, "CudaDevice", broken)
