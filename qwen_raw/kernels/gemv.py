@@ -8,7 +8,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, F32, I32, Arg, Buffer, Device, Kernel
 from qwen_raw.errors import QwenRawError, require
-from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
+from qwen_raw.kernels.linear import Linear, check_buffer, weight_args
 from qwen_raw.kernels.sample import SLOTS, Sampler, sample
 
 WARP = 32
@@ -72,21 +72,11 @@ class Gemv:
         kernel, blocks, threads, smem = self._geometry(dev, op, units, rows_per_unit, K, grid)
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
-    def _weights(self, *linears: Linear) -> list[Arg]:
-        """Kernel arguments of the weights: each followed by its scale when the type has one."""
-        args: list[Arg] = []
-        for w in linears:
-            check_linear(w, self.fp8)
-            args.append(w.weight)
-            if w.scale is not None:
-                args.append(w.scale)
-        return args
-
     def add(self, dev: Device, h: Buffer, x: Buffer, w: Linear, *, pdl: bool = False, grid: int | None = None) -> None:
         """h f32 [N] += W·x, x bf16 [K]."""
         check_buffer(h, (w.N,), F32, "h")
         check_buffer(x, (w.K,), BF16, "x")
-        args = [h, x, *self._weights(w), np.int32(w.N), np.int32(w.K)]
+        args = [h, x, *weight_args(self.fp8, w), np.int32(w.N), np.int32(w.K)]
         self._launch(dev, "add", w.N, 1, w.K, args, pdl, grid)
 
     def store(
@@ -95,7 +85,7 @@ class Gemv:
         """y bf16 [N] = W·x, x bf16 [K]: a rank's share of a row-parallel product."""
         check_buffer(y, (w.N,), BF16, "y")
         check_buffer(x, (w.K,), BF16, "x")
-        args = [y, x, *self._weights(w), np.int32(w.N), np.int32(w.K)]
+        args = [y, x, *weight_args(self.fp8, w), np.int32(w.N), np.int32(w.K)]
         self._launch(dev, "store", w.N, 1, w.K, args, pdl, grid)
 
     def swiglu(
@@ -116,7 +106,7 @@ class Gemv:
         check_buffer(act, (gate.N,), BF16, "act")
         check_buffer(h, (gate.K,), F32, "h")
         check_buffer(g, (gate.K,), BF16, "g")
-        args = [act, h, g, *self._weights(gate, up), np.int32(gate.N), np.int32(gate.K), np.float32(eps)]
+        args = [act, h, g, *weight_args(self.fp8, gate, up), np.int32(gate.N), np.int32(gate.K), np.float32(eps)]
         self._launch(dev, "swiglu", gate.N, 2, gate.K, args, pdl, grid)
 
     def qkv(
@@ -154,7 +144,7 @@ class Gemv:
         check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
         require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
         dims = [np.int32(n) for n in (H, KV, HD.bit_length() - 2, max_len, w.K)]
-        args = [q, k_cache, v_cache, h, g, *self._weights(w), bias, rope, pos, *dims, np.float32(eps)]
+        args = [q, k_cache, v_cache, h, g, *weight_args(self.fp8, w), bias, rope, pos, *dims, np.float32(eps)]
         self._launch(dev, "qkv", w.N // 2, 2, w.K, args, pdl, grid)
 
     def logits(
@@ -173,7 +163,7 @@ class Gemv:
         check_buffer(out, (w.N,), F32, "logits")
         check_buffer(h, (w.K,), F32, "h")
         check_buffer(g, (w.K,), BF16, "g")
-        args = [out, h, g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
+        args = [out, h, g, *weight_args(self.fp8, w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
         self._launch(dev, "logits", w.N, 1, w.K, args, pdl, grid)
 
     def choose(
@@ -202,7 +192,7 @@ class Gemv:
         check_buffer(out, (w.N,), F32, "logits")
         check_buffer(h, (w.K,), F32, "h")
         check_buffer(g, (w.K,), BF16, "g")
-        args = [out, h, g, *self._weights(w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
+        args = [out, h, g, *weight_args(self.fp8, w), np.int32(w.N), np.int32(w.K), np.float32(eps)]
         args += [s.state, s.params, s.best, s.counter, s.ring.buffer, np.int32(SLOTS)]
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, F32, I32, U32, Arg, Buffer, Device
 from qwen_raw.errors import QwenRawError, require
-from qwen_raw.kernels.linear import Linear, check_buffer, check_linear
+from qwen_raw.kernels.linear import Linear, check_buffer, weight_args
 
 WARP = 32
 MAX_ROWS = 16
@@ -122,16 +122,6 @@ class GemvRows:
         grid, block = (p.R * p.S, 1, 1), (p.warps * WARP, 1, 1)
         dev.launch(kernel, grid, block, [*args, *division, *dims], smem=p.smem, pdl=pdl)
 
-    def _weights(self, *linears: Linear) -> list[Arg]:
-        """Kernel arguments of the weights: each followed by its scale when the type has one."""
-        args: list[Arg] = []
-        for w in linears:
-            check_linear(w, self.fp8)
-            args.append(w.weight)
-            if w.scale is not None:
-                args.append(w.scale)
-        return args
-
     def add(
         self,
         dev: Device,
@@ -148,7 +138,7 @@ class GemvRows:
         check_buffer(h, (M, w.N), F32, "h")
         check_buffer(x, (M, w.K), BF16, "x")
         dims: list[Arg] = [np.int32(n) for n in (w.N, M, w.K)]
-        self._launch(dev, "add", M, w.N, 1, w.K, [h, x, *self._weights(w)], dims, ws, pdl, R)
+        self._launch(dev, "add", M, w.N, 1, w.K, [h, x, *weight_args(self.fp8, w)], dims, ws, pdl, R)
 
     def store(
         self,
@@ -166,7 +156,7 @@ class GemvRows:
         check_buffer(y, (M, w.N), BF16, "y")
         check_buffer(x, (M, w.K), BF16, "x")
         dims: list[Arg] = [np.int32(n) for n in (w.N, M, w.K)]
-        self._launch(dev, "store", M, w.N, 1, w.K, [y, x, *self._weights(w)], dims, ws, pdl, R)
+        self._launch(dev, "store", M, w.N, 1, w.K, [y, x, *weight_args(self.fp8, w)], dims, ws, pdl, R)
 
     def swiglu(
         self,
@@ -189,7 +179,9 @@ class GemvRows:
         check_buffer(h, (M, gate.K), F32, "h")
         check_buffer(g, (gate.K,), BF16, "g")
         dims: list[Arg] = [np.int32(gate.N), np.int32(M), np.int32(gate.K), np.float32(eps)]
-        self._launch(dev, "swiglu", M, gate.N, 2, gate.K, [act, h, g, *self._weights(gate, up)], dims, ws, pdl, R)
+        self._launch(
+            dev, "swiglu", M, gate.N, 2, gate.K, [act, h, g, *weight_args(self.fp8, gate, up)], dims, ws, pdl, R
+        )
 
     def qkv(
         self,
@@ -227,7 +219,7 @@ class GemvRows:
         check_buffer(bias, (w.N,), F32, "bias")
         check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
         require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
-        args = [q, k_cache, v_cache, h, g, *self._weights(w), bias, rope, pos]
+        args = [q, k_cache, v_cache, h, g, *weight_args(self.fp8, w), bias, rope, pos]
         dims: list[Arg] = [np.int32(n) for n in (H, KV, HD.bit_length() - 2, max_len, M, w.K)]
         self._launch(dev, "qkv", M, w.N // 2, 2, w.K, args, [*dims, np.float32(eps)], ws, pdl, R)
 
@@ -250,4 +242,4 @@ class GemvRows:
         check_buffer(h, (M, w.K), F32, "h")
         check_buffer(g, (w.K,), BF16, "g")
         dims: list[Arg] = [np.int32(w.N), np.int32(M), np.int32(w.K), np.float32(eps)]
-        self._launch(dev, "logits", M, w.N, 1, w.K, [out, h, g, *self._weights(w)], dims, ws, pdl, R)
+        self._launch(dev, "logits", M, w.N, 1, w.K, [out, h, g, *weight_args(self.fp8, w)], dims, ws, pdl, R)

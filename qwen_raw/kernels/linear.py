@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen_raw.device import BF16, E4M3, F32, I32, Buffer
+from qwen_raw.device import BF16, E4M3, F32, I32, Arg, Buffer
 from qwen_raw.errors import QwenRawError, require
 
 
@@ -43,6 +43,17 @@ def check_linear(w: Linear, fp8: bool) -> None:
         require(w.scale is not None, "fp8 weight without row scales")
         assert w.scale is not None
         check_buffer(w.scale, (w.N,), F32, "scale")
+
+
+def weight_args(fp8: bool, *linears: Linear) -> list[Arg]:
+    """Kernel arguments of checked weights: each followed by its scale when the type has one."""
+    args: list[Arg] = []
+    for w in linears:
+        check_linear(w, fp8)
+        args.append(w.weight)
+        if w.scale is not None:
+            args.append(w.scale)
+    return args
 
 
 def check_buffer(b: Buffer, shape: tuple[int, ...], dtype: object, name: str) -> None:
