@@ -19,13 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.allreduce_parts import parts_of
-from bench.common import RESULTS, command, environment, save
+from bench.common import command, environment, result_arguments, save
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.comm.reduce import Lamport, Reducer, create_reducers
 from qwen_raw.device import BF16, F32
@@ -213,8 +212,7 @@ def main() -> int:
     parser.add_argument("--calls", type=positive, default=500, help="in a graph")
     parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--no-nccl", action="store_true")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "allreduce.json")
     a = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:

@@ -10,12 +10,11 @@ cluster joins.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
+from bench.common import command, environment, read_ceiling, result_arguments, save, time_ms
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, natural, positive
 from qwen_raw.device import BF16, U32
@@ -125,8 +124,7 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="+", type=positive, default=[1], help="query rows a head, the newest keys'")
     parser.add_argument("--cluster", nargs="+", type=positive, default=[], help="blocks: 1, 2, 4, 8")
     parser.add_argument("--keys", nargs="+", type=natural, default=[], help="powers of two from 128 on")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "attn_decode.json")
     a = parser.parse_args()
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from qwen_raw.cli.arguments import Parser
 from qwen_raw.cli.process import guarded
 from qwen_raw.device import U32
 from qwen_raw.driver.device import CudaDevice
@@ -124,6 +125,12 @@ def git_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + ("+" if dirty.returncode else "")
+
+
+def result_arguments(parser: Parser, files: str) -> None:
+    """The flags of every bench that writes results: --commit and --output."""
+    parser.add_argument("--commit", help="recorded in the JSON where there is no git checkout")
+    parser.add_argument("--output", type=Path, default=RESULTS, help=f"folder of {files}")
 
 
 def save(

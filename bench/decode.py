@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from bench.common import RESULTS, command, environment, open_gpus, read_ceiling, save, time_ms
+from bench.common import command, environment, open_gpus, read_ceiling, result_arguments, save, time_ms
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
@@ -123,8 +122,7 @@ def main() -> int:
     parser.add_argument(
         "--comm", default="auto", help="path of the sums over ranks: auto, lamport, flag, twoshot, host"
     )
-    parser.add_argument("--commit", help="recorded in the JSON where there is no git checkout")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of decode.json, or decode_tpN.json")
+    result_arguments(parser, "decode.json, or decode_tpN.json")
     a = parser.parse_args()
     with open_gpus(a.tp, a.devices) as devices:
         ceiling = read_ceiling(devices[0])

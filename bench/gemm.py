@@ -14,12 +14,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
+from bench.common import command, environment, read_ceiling, result_arguments, save, time_ms
 from bench.peers.cublaslt import WORKSPACE, CublasLt
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, positive
@@ -195,8 +194,7 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="+", type=positive, default=[16, 64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--no-peers", action="store_true", help="without cuBLASLt")
     parser.add_argument("--chosen-only", action="store_true", help="only what the launchers take by themselves")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "gemm.json")
     a = parser.parse_args()
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)

@@ -9,12 +9,11 @@ programmatic dependent launch, as in decode. GB/s counts the weights alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
+from bench.common import command, environment, read_ceiling, result_arguments, save, time_ms
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, natural, positive
 from qwen_raw.config import ModelConfig
@@ -140,8 +139,7 @@ def main() -> int:
     parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=list(GEMVS))
     parser.add_argument("--blocks-per-sm", nargs="+", type=natural, default=[0], help="0: the launcher's own choice")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "gemv.json")
     a = parser.parse_args()
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)

@@ -8,12 +8,11 @@ alone. cuBLAS (bf16 only, through CuPy) computes the bare product into bf16: no 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, read_ceiling, save
+from bench.common import command, environment, read_ceiling, result_arguments, save
 from bench.gemv import EPS, GEMVS, Case, graph_us
 from bench.peers.cublas import Cublas
 from loaders.synthetic import SIZES
@@ -101,8 +100,7 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=list(ROWS))
     parser.add_argument("--rows", nargs="+", type=positive, default=[2, 4, 8, 16])
     parser.add_argument("--no-peers", action="store_true", help="without cuBLAS")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "gemv_rows.json")
     a = parser.parse_args()
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import qwen_raw
-from bench.common import RESULTS, command, git_commit, save
+from bench.common import command, git_commit, result_arguments, save
 from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.errors import UsageError
 from qwen_raw.observe.perplexity import Logits, perplexity
@@ -46,8 +46,7 @@ def main() -> int:
     parser.add_argument("--window", type=positive, default=512)
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu", "sim"])
     parser.add_argument("--reference", action="store_true", help="the NumPy model too")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "perplexity.json")
     a = parser.parse_args()
     try:
         text = a.text.read_text(encoding="utf-8")

@@ -18,13 +18,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, open_gpus, save
+from bench.common import command, environment, open_gpus, result_arguments, save
 from bench.decode import open_runner, split_spec
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
@@ -114,8 +113,7 @@ def main() -> int:
     parser.add_argument(
         "--comm", default="auto", help="path of the sums over ranks: auto, lamport, flag, twoshot, host"
     )
-    parser.add_argument("--commit", help="recorded in the JSON where there is no git checkout")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of prefill.json, or prefill_tpN.json")
+    result_arguments(parser, "prefill.json, or prefill_tpN.json")
     a = parser.parse_args()
     with open_gpus(a.tp, a.devices) as devices:
         print(f"# {devices[0].name}, {devices[0].driver}; call with ids → first id on the host, no tokenisation")

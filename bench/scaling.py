@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, open_gpus, save, time_ms
+from bench.common import RESULTS, command, environment, open_gpus, result_arguments, save, time_ms
 from bench.decode import split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, positive
@@ -222,8 +222,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive, default=32)
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--reduce-us", type=float, default=ASSUMED_US, help="of a sum, where none was measured")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "scaling.json")
     a = parser.parse_args()
     table: list[dict[str, Any]] = []
     with open_gpus(1, None) as devices:

@@ -13,13 +13,12 @@ import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.allreduce import Ranks
-from bench.common import RESULTS, command, environment, save
+from bench.common import command, environment, result_arguments, save
 from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
 from qwen_raw.comm.signal import Form, Ring, Shape, SignalChannel
 from qwen_raw.device import U32
@@ -118,8 +117,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=300, help="in a graph")
     parser.add_argument("--repeats", type=positive, default=7)
     parser.add_argument("--soak", type=natural, default=0, metavar="N", help="then N hand-overs whose payloads differ")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "signal.json")
     a = parser.parse_args()
     if len(a.devices) != 2:
         raise UsageError(f"{len(a.devices)} devices: a channel has two ends, as in --devices 0,0")

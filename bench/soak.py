@@ -15,11 +15,10 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, open_gpus, save
+from bench.common import command, environment, open_gpus, result_arguments, save
 from bench.decode import split_spec
 from loaders.resolve import open_model
 from loaders.synthetic import random_checkpoint
@@ -157,8 +156,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=positive, default=256)
     parser.add_argument("--limit", type=positive, default=3600, help="seconds after which to stop early")
     parser.add_argument("--slower", type=float, default=0.02, help="share that the last tenth may be slower by")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "soak_tpN.json")
     a = parser.parse_args()
     if a.tokens < 2:
         raise UsageError("--tokens 1 has no rate: at least 2")

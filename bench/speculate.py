@@ -10,10 +10,9 @@ What comes first is measured: tiny-shakespeare with its draft model and with n-g
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, command, environment, save, time_ms
+from bench.common import command, environment, result_arguments, save, time_ms
 from bench.decode import split_spec
 from loaders.resolve import open_model, open_tokenizer
 from qwen_raw.cli.arguments import Parser, natural, positive
@@ -108,8 +107,7 @@ def main() -> int:
     parser.add_argument("--context", type=natural, default=512)
     parser.add_argument("--tokens", type=positive, default=128, help="of each prompt of the built-in model")
     parser.add_argument("--repeats", type=positive, default=5)
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "speculate.json")
     a = parser.parse_args()
     with CudaDevice(0) as dev:
         env = environment(dev, a.commit)

@@ -9,10 +9,9 @@ ceiling counts the stage's weights, or for attention the keys and values.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, command, environment, read_ceiling, save, time_ms
+from bench.common import command, environment, read_ceiling, result_arguments, save, time_ms
 from bench.decode import split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, natural
@@ -81,8 +80,7 @@ def main() -> int:
     parser.add_argument("--model", action="append", metavar="SPEC[:DTYPE]", help="repeatable; default random:7b:bf16")
     parser.add_argument("--context", nargs="+", type=natural, default=[0])
     parser.add_argument("--blocks-per-sm", nargs="+", type=natural, default=[0], help="0: the launchers' own choice")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "stages.json")
     a = parser.parse_args()
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import qwen_raw
-from bench.common import RESULTS, command, environment, save
+from bench.common import command, environment, result_arguments, save
 from bench.decode import split_spec
 from loaders.checkpoint import open_checkpoint, tensor_shapes
 from loaders.synthetic import SIZES
@@ -93,8 +93,7 @@ def main() -> int:
     parser = Parser("python -m bench.startup", description="time until a model is ready")
     parser.add_argument("--model", nargs="+", default=["random:7b:bf16"])
     parser.add_argument("--checkpoint", choices=list(SIZES), default="0.5b")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "startup.json")
     a = parser.parse_args()
     dev = CudaDevice(0)
     rows = [ready(spec) for spec in a.model] + [checkpoint(dev, a.checkpoint)]

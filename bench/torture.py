@@ -14,10 +14,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, command, git_commit, save
+from bench.common import command, git_commit, result_arguments, save
 from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.simt.cases import CASES
 from qwen_raw.simt.known_bad import VARIANTS
@@ -66,8 +65,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=positive, default=10_000, help="of each protocol")
     parser.add_argument("--bad-seeds", type=positive, default=1000, help="of each known-bad variant")
     parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    result_arguments(parser, "torture.json")
     a = parser.parse_args()
     env, rows, good = environment(a.commit), [], True
     for setting in settings():
