@@ -40,13 +40,6 @@ DEVICE uint4 ld_once_v4(const void* p) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-// Ask for a stretch of memory to be brought into L2, without waiting and without a register: keeps HBM busy while a kernel waits for the
-// previous one. p and bytes are multiples of 16. Nothing before sm_90, where it would only be a hint too.
-DEVICE void prefetch_l2(const void* p, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-#endif
-}
 // 16 bytes from global to shared memory without a register, past L1; the hint fetches the whole 128-byte line, of which a warp wants all.
 // `there` false: zeros, and src is not read. The thread that asked may read them after cp_async_wait, others of its warp after a barrier too.
 DEVICE void cp_async_v4(void* dst, const void* src, bool there) {
@@ -253,8 +246,6 @@ DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) {
            : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
   return done;
 }
-// Fetches a tensor map ahead of the first copy that needs it.
-DEVICE void tensor_map_prefetch(const TensorMap& map) { SM90_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // One thread copies the map's box from coordinates (x innermost) into shared memory; its bytes, zeros outside the tensor included, are
 // counted by `bar`. x begins a whole pack of 16 bytes; dst is 128-byte aligned, 1,024 with a 128-byte swizzle: 16-byte piece i of row r then lies at piece i ^ (r % 8).
 DEVICE void tma_load_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y) {

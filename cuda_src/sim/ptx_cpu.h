@@ -24,12 +24,6 @@ inline float4 ld_global_f4(const void* p, SIMT_PLACE) {
   return *static_cast<const float4*>(p);
 }
 inline uint4 ld_once_v4(const void* p, SIMT_PLACE) { return ld_global_v4(p, place); }
-// A hint has no effect here, but what it names must exist.
-inline void prefetch_l2(const void* p, uint32_t bytes, SIMT_PLACE) {
-  simt::require_aligned(p, 16, place);
-  if (bytes % 16) simt::fail(place, "prefetch_l2 of %u bytes: the size is a multiple of 16", bytes);
-  simt::require_memory(p, bytes, place);
-}
 
 // A copy reaches shared memory when its thread waits for its group, and no earlier.
 inline void cp_async_v4(void* dst, const void* src, bool there, SIMT_PLACE) {
@@ -136,7 +130,6 @@ inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint64_t* bar, SIMT_PLACE) { simt::mbarrier_arrive(bar, 0, place); }
 inline void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes, SIMT_PLACE) { simt::mbarrier_arrive(bar, bytes, place); }
 inline bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, SIMT_PLACE) { return simt::mbarrier_try_wait(bar, parity, place); }
-inline void tensor_map_prefetch(const TensorMap&) {}
 inline void tma_load_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, SIMT_PLACE) {
   const int at[2] = {x, y};
   simt::tma_load(dst, &map, bar, 2, at, place);

@@ -23,14 +23,6 @@ KERNEL(256) void probe_ld_global_f4(float4* out, const float4* in, int n) {
 KERNEL(256) void probe_ld_once_v4(uint4* out, const uint4* in, int n) {
   for EACH(i, n) out[i] = ld_once_v4(in + i);
 }
-// The hint names all of the input and, once more, its last pack; the copy that follows must not notice.
-KERNEL(256) void probe_prefetch_l2(uint4* out, const uint4* in, int n) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    prefetch_l2(in, uint32_t(n) * 16);
-    prefetch_l2(in + n - 1, 16);
-  }
-  for EACH(i, n) out[i] = in[i];
-}
 // Two groups of copies on their way at once, the second of every third thread of nothing: the first is there after one wait, zeros after two.
 #define PROBE_ASYNC(name)                                                                                       \
   KERNEL(256) void probe_##name(uint4* out, const uint4* in, int n) {                                           \

@@ -56,7 +56,6 @@ PROBE_MBARRIER(mbarrier_try_wait)
 PROBE_BOXES(tma_load_2d, tma_load_2d(buffer, map, bar, c[0], c[1]))
 PROBE_BOXES(tma_load_3d, tma_load_3d(buffer, map, bar, c[0], c[1], c[2]))
 PROBE_BOXES(mbarrier_arrive_expect_tx, tma_load_2d(buffer, map, bar, c[0], c[1]))
-PROBE_BOXES(tensor_map_prefetch, (tensor_map_prefetch(map), tma_load_2d(buffer, map, bar, c[0], c[1])))
 
 // Two groups of two warps, each with its own barrier: out[t] is what the thread's neighbour in its group has put. block: 128.
 KERNEL(128) void probe_named_barrier(uint32_t* out, const uint32_t* in) {

@@ -184,7 +184,6 @@ SM90 = [
     *(rounds(f"mbarrier_{what}") for what in ("init", "init_fence", "arrive", "try_wait")),
     *(boxes("tma_load_2d", item) for item in (1, 2)),
     boxes("mbarrier_arrive_expect_tx", 2),
-    boxes("tensor_map_prefetch", 2),
     Probe("tma_load_3d", planes),
     Probe("named_barrier", groups),
     *(registers(f"register_{what}") for what in ("increase", "decrease")),
