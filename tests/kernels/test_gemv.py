@@ -139,8 +139,10 @@ def test_choose_takes_two_launches_where_its_scratch_is_small(dev: Any, rng: np.
     out, blocks = dev.empty((64,), F32), s.best.shape[0]
     few = replace(s, best=s.best.view((1, 2)), blocks=1)
     assert blocks > 1
+    s.best.fill(POISON)
     BF16_GEMV.choose(dev, out, dev.array(np.ones(16, np.float32)), dev.array(np.ones(16, np.uint16)), w, EPS, few)
     assert int(s.state.download()[0]) == int(out.download().argmax())
+    assert (s.best.download()[1:] == 2**64 - 1).all(), "scratch beyond what was given was written"
 
 
 @GEMVS
