@@ -14,6 +14,7 @@ from loaders.resolve import open_model, open_tokenizer
 from loaders.synthetic import random_checkpoint
 from qwen_raw.config import ModelConfig
 from qwen_raw.errors import QwenRawError
+from qwen_raw.model import loading
 from qwen_raw.model.runner import AHEAD, DeviceRunner
 from qwen_raw.reference import KVCache, ReferenceModel
 
@@ -160,3 +161,17 @@ def test_a_model_that_does_not_fit_is_refused_with_sizes(dev: Any, monkeypatch: 
         monkeypatch.setattr(type(dev), "memory_info", lambda self, n=free: (n, 1 << 30))
         with pytest.raises(QwenRawError, match=rf"GiB for weights .* are free on .*: use {advice}$"):
             DeviceRunner(dev, model, dtype=dtype, max_model_len=2048, text_vocab=4096, owns_device=False)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("stored", ["bf16", "fp8"])
+def test_weights_are_the_same_in_pieces(dev: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, stored: Any) -> None:
+    """A tensor goes to the device a piece at a time; here a few rows, where models of this size are one piece."""
+    config = CONFIGS["untied, HD 128, group 3, odd widths"]
+    model, found = random_checkpoint(config, stored, 5), []
+    for piece in (loading.PIECE_BYTES, 3000):
+        monkeypatch.setattr(loading, "PIECE_BYTES", piece)
+        runner = DeviceRunner(dev, model, dtype=dtype, max_model_len=32, text_vocab=config.V, owns_device=False)
+        found.append(runner.logits([1, 2, 3]))
+        runner.close()
+    np.testing.assert_array_equal(*found)
