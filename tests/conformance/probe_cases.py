@@ -26,6 +26,7 @@ class Probe:
     wrapper: str
     run: Run
     variant: str = ""
+    gpu: bool = True  # also asked of a GPU
 
     @property
     def id(self) -> str:

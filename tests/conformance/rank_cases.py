@@ -96,6 +96,7 @@ def run_peercheck(machine: Machine, rng: np.random.Generator) -> Outputs:
     (one, two), seed = machine.ranks, int(rng.integers(1 << 32))
     data, counts = two.zeros((4 * 300,), U32), []
     one.enable_peer(two)
+    machine.finish()  # zeroes of one rank's stream, before the other rank stores
     for writer, reader in ((one, two), (two, one)):
         for spoilt, asked in ((False, seed), (True, seed), (False, seed ^ 1)):
             store_pattern(writer, data, seed)

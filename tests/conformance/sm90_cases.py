@@ -42,18 +42,20 @@ def swizzle(box: Array) -> Array:
     return out.reshape(box.shape)
 
 
-def boxes(name: str, item: int) -> Probe:
-    """A matrix whose rows and columns end inside the boxes; boxes that begin outside, before and behind."""
+def boxes(name: str, item: int, *, odd: bool = False) -> Probe:
+    """A matrix whose rows and columns end inside the boxes; `odd` ones begin outside, before and behind.
+
+    Kernels ask for no odd ones, and a GPU is not asked for them.
+    """
 
     def run(machine: Machine, rng: np.random.Generator) -> Outcome:
         dev, rows, columns, high = machine.dev, 37, 3 * ROW // item // 2 - 16 // item, 24
         data = rng.integers(0, 256, (rows, columns * item), dtype=np.uint8)
         source = dev.array(data.view(BF16 if item == 2 else E4M3))
         shape = BoxShape((columns, rows), (columns * item,), (ROW // item, high))
-        # A GPU gets what kernels ask for: whole boxes, and those that end outside. The simulator also gets others.
         pack, corners = 16 // item, [(0, 0), (ROW // item, 8), (0, 24), (ROW // item, 24)]
-        if dev.kind == "sim":
-            corners += [(pack, 30), (-pack, -5), (columns, 0), (3 * pack, 17)]
+        if odd:
+            corners = [(pack, 30), (-pack, -5), (columns, 0), (3 * pack, 17)]
         at = np.zeros((len(corners), 5), np.int32)
         at[:, :2] = corners
         padded = np.zeros((rows + 2 * high, columns * item + 4 * ROW), np.uint8)
@@ -64,7 +66,7 @@ def boxes(name: str, item: int) -> Probe:
             want.append(swizzle(padded[high + y : high + y + high, left : left + ROW].copy()))
         return take(machine, name, dev.tensor_map([source], shape), at, high, np.array(want))
 
-    return Probe(name, run, f"{8 * item} bits")
+    return Probe(name, run, f"{8 * item} bits{', odd' if odd else ''}", gpu=not odd)
 
 
 def planes(machine: Machine, rng: np.random.Generator) -> Outcome:
@@ -182,7 +184,7 @@ _WIDTHS = {
 SM90 = [
     Probe("shared_address", addresses),
     *(rounds(f"mbarrier_{what}") for what in ("init", "init_fence", "arrive", "try_wait")),
-    *(boxes("tma_load_2d", item) for item in (1, 2)),
+    *(boxes("tma_load_2d", item, odd=odd) for item in (1, 2) for odd in (False, True)),
     boxes("mbarrier_arrive_expect_tx", 2),
     Probe("tma_load_3d", planes),
     Probe("named_barrier", groups),

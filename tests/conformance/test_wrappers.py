@@ -71,7 +71,7 @@ def test_simulator(request: pytest.FixtureRequest, new_rng: NewRng, probe: Probe
 
 
 @pytest.mark.gpu
-@each_probe
+@pytest.mark.parametrize("probe", [p for p in PROBES if p.gpu], ids=lambda probe: probe.id)
 def test_gpu(gpu: Machine, shuffled: Machine, new_rng: NewRng, probe: Probe) -> None:
     """The GPU against the simulator, and against NumPy."""
     if probe_stem(f"probe_{probe.wrapper}") == "probes_sm90" and gpu.dev.arch != "sm_90a":
