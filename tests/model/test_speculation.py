@@ -99,7 +99,7 @@ def surplus(runner: SpeculativeRunner) -> int:
 
 
 def test_passes_count_what_they_post(dev: Any) -> None:
-    """Every id but the first comes from a pass that guesses, a guess that was right, or a step while guessing pauses."""
+    """Every id but the first is of a pass that guesses, a guess that was right, or a step while guessing pauses."""
     model = open_model(MODEL)
     runner = SpeculativeRunner(dev, model, guesses=4, ngram=2, **options(model, 48))
     try:
