@@ -1,19 +1,26 @@
 """Decode's matrix-vector products alone: µs, GB/s and share of the read ceiling, over every shape of the given models.
 
-    python -m bench.gemv [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--blocks-per-sm N …]
+    python -m bench.gemv [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--blocks-per-sm N …] [--torch]
 
 Each product runs in a graph over enough copies of its weights to leave the L2 behind (512 MiB at least), with
-programmatic dependent launch, as in decode. GB/s counts the weights alone.
+programmatic dependent launch, as in decode. GB/s counts the weights alone. Beside it, on the same weights: cuBLAS, the
+bare product in bf16, without what ours does before and after (it has none for one row of fp8 weights); and with --torch
+the same work as torch.compile makes it (bench/peers/torch_compile.py, in a process of its own).
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bench.common import command, environment, read_ceiling, result_arguments, save, time_ms
+from bench.peers.cublas import Cublas, open_cublas
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, natural, positive
 from qwen_raw.config import ModelConfig
@@ -88,6 +95,12 @@ class Case:
         else:
             gemv.add(dev, self.out[0], self.x, w, **options)  # type: ignore[arg-type]
 
+    def cublas(self, i: int, library: Cublas) -> None:
+        y, x = self.out[0], self.x.view((1, self.K))
+        if y.nbytes < 2 * self.N:
+            y = self.h
+        library.product(y.view((1, self.N), dtype=BF16), x, self.weights[i % len(self.weights)].weight)
+
     def _half(self, w: Linear, part: int) -> Linear:
         n = self.N // 2
         scale = w.scale.view((n,), part * n) if w.scale is not None else None
@@ -105,13 +118,42 @@ def graph_us(dev: CudaDevice, launch: Callable[[int], None]) -> float:
     return timing.median * 1e3 / LAUNCHES
 
 
-def measure(dev: CudaDevice, size: str, tp: int, dtype: str, blocks: list[int], ceiling: float) -> list[dict[str, Any]]:
+def cublas_us(dev: CudaDevice, launch: Callable[[int], None], nbytes: int, ceiling: float) -> float:
+    """graph_us of cuBLAS calls that read `nbytes` each. Raises QwenRawError where the graph cannot have held them."""
+    us = graph_us(dev, launch)
+    if nbytes / (us * 1e-6) > 2 * ceiling:
+        raise QwenRawError("cuBLAS: faster than weights can be read, so the graph does not hold it")
+    return us
+
+
+def torch_rows(rows: list[dict[str, Any]], repeats: int = 7) -> None:
+    """Add torch_us and the version to `rows`, from a process of PyTorch a dtype; prints why if it fails."""
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        mine = {(row["op"], row["N"], row["K"]): row for row in rows if row["dtype"] == dtype}
+        words = ["--shapes", json.dumps([list(key) for key in mine]), "--dtype", dtype, "--launches", str(LAUNCHES)]
+        command = [sys.executable, "-m", "bench.peers.torch_compile", *words, "--repeats", str(repeats)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        for line in filter(lambda text: text.startswith("{"), done.stdout.splitlines()):
+            theirs = json.loads(line)
+            row = mine[theirs["op"], theirs["N"], theirs["K"]]
+            row |= {"torch_us": theirs["us"], "torch": theirs["torch"]}
+            print(f"torch.compile {dtype} {row['op']:8} {theirs['us']:8.2f} µs beside {row['us']:8.2f}", flush=True)
+        if done.returncode:
+            print(f"# torch.compile: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+
+
+def measure(
+    dev: CudaDevice, size: str, tp: int, dtype: str, blocks: list[int], ceiling: float, library: Cublas | None
+) -> list[dict[str, Any]]:
     """One row a product and blocks-per-SM setting (0: the launcher's own choice)."""
     rows = []
     for op in ("qkv", "o", "gate_up", "down", "head"):
         if op == "head" and dtype != "bf16":
             continue
         case = Case(dev, SIZES[size], op, GEMVS[dtype], tp)
+        theirs = None
+        if library is not None and dtype == "bf16":
+            theirs = cublas_us(dev, partial(case.cublas, library=library), case.nbytes, ceiling)
         for n in blocks:
             grid = n * dev.sm_count or None
             try:
@@ -123,11 +165,12 @@ def measure(dev: CudaDevice, size: str, tp: int, dtype: str, blocks: list[int], 
             C, threads = case.gemv.variants.choose({"o": "add", "down": "add"}.get(op, op), case.K)
             row = {"model": size, "tp": tp, "dtype": dtype, "op": op, "N": case.N, "K": case.K, "blocks_per_sm": n}
             row |= {"C": C, "threads": threads, "us": us, "gb_s": rate / 1e9}
-            rows.append(row | {"of_read": rate / ceiling})
+            rows.append(row | {"of_read": rate / ceiling} | ({"cublas_us": theirs} if theirs else {}))
             print(
                 f"{size:5} tp{tp} {dtype} {op:8} {f'{case.N}×{case.K}':14} blocks/SM {n} "
                 f"c{C} {threads:4} thr "
-                f"{us:8.2f} µs {rate / 1e9:7.0f} GB/s {rate / ceiling:6.3f}",
+                f"{us:8.2f} µs {rate / 1e9:7.0f} GB/s {rate / ceiling:6.3f}"
+                + (f"   cuBLAS {theirs:8.2f} µs" if theirs else ""),
                 flush=True,
             )
     return rows
@@ -139,17 +182,23 @@ def main() -> int:
     parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=list(GEMVS))
     parser.add_argument("--blocks-per-sm", nargs="+", type=natural, default=[0], help="0: the launcher's own choice")
+    parser.add_argument("--no-peers", action="store_true", help="without cuBLAS")
+    parser.add_argument("--torch", action="store_true", help="torch.compile too, where PyTorch is installed")
     result_arguments(parser, "gemv.json")
     a = parser.parse_args()
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)
     print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")
+    library, peer = open_cublas(dev, not a.no_peers)
     rows = []
     for size in a.model:
         for tp in a.tp:
             for dtype in a.dtype:
-                rows += measure(dev, size, tp, dtype, a.blocks_per_sm, ceiling)
-    save("gemv", environment(dev, a.commit), rows, a.output)
+                rows += measure(dev, size, tp, dtype, a.blocks_per_sm, ceiling, library)
+                save("gemv", environment(dev, a.commit) | peer, rows, a.output)
+    if a.torch:
+        torch_rows(rows)
+        save("gemv", environment(dev, a.commit) | peer, rows, a.output)
     dev.close()
     return 0
 

@@ -8,13 +8,14 @@ alone. cuBLAS (bf16 only, through CuPy) computes the bare product into bf16: no 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bench.common import command, environment, read_ceiling, result_arguments, save
-from bench.gemv import EPS, GEMVS, Case, graph_us
-from bench.peers.cublas import Cublas
+from bench.gemv import EPS, GEMVS, Case, cublas_us, graph_us
+from bench.peers.cublas import Cublas, open_cublas
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.config import ModelConfig
@@ -81,9 +82,8 @@ def measure(
             text = f"{us:8.2f} µs {rate / 1e9:7.0f} GB/s {rate / ceiling:6.3f}"
             if library is not None and dtype == "bf16":
                 try:
-                    theirs = graph_us(dev, lambda i, M=M, c=case: c.cublas(i, M, library))  # type: ignore[misc]
-                    if case.one.nbytes / (theirs * 1e-6) > 2 * ceiling:
-                        raise QwenRawError("cuBLAS: faster than weights can be read, so the graph does not hold it")
+                    bare = partial(case.cublas, M=M, library=library)
+                    theirs = cublas_us(dev, bare, case.one.nbytes, ceiling)
                     row["cublas_us"] = theirs
                     text += f"   cuBLAS {theirs:8.2f} µs"
                 except QwenRawError as error:
@@ -105,20 +105,13 @@ def main() -> int:
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)
     print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")
-    library, reason = None, "not asked for"
-    if not a.no_peers:
-        try:
-            library = Cublas(dev)
-        except QwenRawError as error:
-            reason = str(error)
-            print(f"# {reason}")
+    library, peer = open_cublas(dev, not a.no_peers)
     rows = []
     for size in a.model:
         for tp in a.tp:
             for dtype in a.dtype:
                 rows += measure(dev, size, tp, dtype, a.rows, ceiling, library)
-    peer = {"cublas": library.version if library else reason}
-    save("gemv_rows", environment(dev, a.commit) | peer, rows, a.output)
+                save("gemv_rows", environment(dev, a.commit) | peer, rows, a.output)
     dev.close()
     return 0
 

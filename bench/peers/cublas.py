@@ -45,3 +45,15 @@ class Cublas:
                 )
         except RuntimeError as error:
             raise QwenRawError(f"cublasGemmEx of {M} × {N} × {K}: {error}") from error
+
+
+def open_cublas(dev: CudaDevice, wanted: bool) -> tuple[Cublas | None, dict[str, Any]]:
+    """cuBLAS or None, and what the results say of it: its version, or why it is missing, which is printed too."""
+    if not wanted:
+        return None, {"cublas": "not asked for"}
+    try:
+        library = Cublas(dev)
+    except QwenRawError as error:
+        print(f"# {error}")
+        return None, {"cublas": str(error)}
+    return library, {"cublas": library.version}
