@@ -1,27 +1,25 @@
-"""Decode's products for 1 to 16 tokens at once: µs, GB/s and share of the read ceiling, cuBLAS beside.
+"""Decode's products for 1 to 16 tokens at once: µs, GB/s and share of the read ceiling, cuBLASLt beside.
 
     python -m bench.gemv_rows [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--rows 2 4 8 16] [--no-peers]
 
 As bench/gemv.py: a graph over copies of the weights that leave the L2 behind, dependent launches, GB/s of the weights
-alone. cuBLAS (bf16 only, through CuPy) computes the bare product into bf16: no norm, bias, rotation or activation.
+alone. cuBLASLt (bf16 only) computes the bare product into bf16: no norm, bias, rotation or activation.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bench.common import command, environment, read_ceiling, result_arguments, save
-from bench.gemv import EPS, GEMVS, Case, cublas_us, graph_us
-from bench.peers.cublas import Cublas, open_cublas
+from bench.gemv import EPS, GEMVS, Case, graph_us
+from bench.peers.cublaslt import CublasLt, open_cublaslt
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.config import ModelConfig
-from qwen_raw.device import BF16, F32, Buffer
+from qwen_raw.device import BF16, F32
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv_rows import MAX_ROWS, RowsWorkspace
 from qwen_raw.kernels.gemv_rows_bf16 import GEMV_ROWS as ROWS_BF16
 from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as ROWS_FP8
@@ -60,13 +58,9 @@ class RowsCase:
         else:
             rows.add(dev, wide, self.x.view((M, self.K)), w, ws, pdl=True)
 
-    def cublas(self, i: int, M: int, library: Cublas) -> None:
-        y: Buffer = self.out.view((M, self.N), dtype=BF16)
-        library.product(y, self.x.view((M, self.K)), self.one.weights[i % len(self.one.weights)].weight)
-
 
 def measure(
-    dev: CudaDevice, size: str, tp: int, dtype: str, counts: list[int], ceiling: float, library: Cublas | None
+    dev: CudaDevice, size: str, tp: int, dtype: str, counts: list[int], ceiling: float, lt: CublasLt | None
 ) -> list[dict[str, Any]]:
     """One row a product and number of tokens."""
     found = []
@@ -80,14 +74,10 @@ def measure(
             row: dict[str, Any] = {"model": size, "tp": tp, "dtype": dtype, "op": op, "rows": M, "N": case.N}
             row |= {"K": case.K, "us": us, "gb_s": rate / 1e9, "of_read": rate / ceiling}
             text = f"{us:8.2f} µs {rate / 1e9:7.0f} GB/s {rate / ceiling:6.3f}"
-            if library is not None and dtype == "bf16":
-                try:
-                    bare = partial(case.cublas, M=M, library=library)
-                    theirs = cublas_us(dev, bare, case.one.nbytes, ceiling)
-                    row["cublas_us"] = theirs
-                    text += f"   cuBLAS {theirs:8.2f} µs"
-                except QwenRawError as error:
-                    text += f"   {error}"
+            if lt is not None and dtype == "bf16":
+                y = case.out.view((M, case.N), dtype=BF16)
+                row["cublaslt_us"] = graph_us(dev, case.one.library(lt, case.x.view((M, case.K)), y))
+                text += f"   cuBLASLt {row['cublaslt_us']:8.2f} µs"
             found.append(row)
             print(f"{size:5} tp{tp} {dtype} {op:8} {f'{case.N}×{case.K}':14} {M:2} rows {text}", flush=True)
     return found
@@ -99,18 +89,18 @@ def main() -> int:
     parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=list(ROWS))
     parser.add_argument("--rows", nargs="+", type=positive, default=[2, 4, 8, 16])
-    parser.add_argument("--no-peers", action="store_true", help="without cuBLAS")
+    parser.add_argument("--no-peers", action="store_true", help="without cuBLASLt")
     result_arguments(parser, "gemv_rows.json")
     a = parser.parse_args()
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)
     print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")
-    library, peer = open_cublas(dev, not a.no_peers)
+    lt, peer = open_cublaslt(dev, not a.no_peers)
     rows = []
     for size in a.model:
         for tp in a.tp:
             for dtype in a.dtype:
-                rows += measure(dev, size, tp, dtype, a.rows, ceiling, library)
+                rows += measure(dev, size, tp, dtype, a.rows, ceiling, lt)
                 save("gemv_rows", environment(dev, a.commit) | peer, rows, a.output)
     dev.close()
     return 0

@@ -1,4 +1,7 @@
-"""cuBLASLt through ctypes, for bench/gemm.py: the algorithm that its own heuristics choose, on our buffers."""
+"""cuBLASLt through ctypes: the algorithm that its own heuristics choose, on our buffers; graphs may capture it.
+
+(CuPy's cuBLAS refuses to be called while a stream is captured.)
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import ctypes
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
 
-from qwen_raw.device import Buffer
+from qwen_raw.device import E4M3, Buffer
+from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError
 
 # cublasLt.h and library_types.h.
@@ -130,3 +134,15 @@ class Product:
             c_size_t(WORKSPACE),
             c_void_p(stream),
         )
+
+
+def open_cublaslt(dev: CudaDevice, wanted: bool) -> tuple[CublasLt | None, dict[str, Any]]:
+    """cuBLASLt or None, and what the results say of it: its version, or why it is missing, which is printed too."""
+    if not wanted:
+        return None, {"cublaslt": "not asked for"}
+    try:
+        lt = CublasLt(dev.empty((WORKSPACE,), E4M3))
+    except QwenRawError as error:
+        print(f"# {error}")
+        return None, {"cublaslt": str(error)}
+    return lt, {"cublaslt": lt.version}
