@@ -258,6 +258,8 @@ DEVICE void tma_load_3d(void* dst, const TensorMap& map, uint64_t* bar, int x, i
 }
 // A barrier of `threads` (whole warps) of the block; ids 1 to 15, as 0 is __syncthreads.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Arrives there without waiting: this thread's part of a hand-over to those that wait.
+DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // Moves registers between warpgroups: every warp of one asks for N a thread (8 to a step); needs a cap at the kernel's entry.
 template <int N>
 DEVICE void register_increase() {
@@ -289,6 +291,12 @@ template <int REGS>
 DEVICE void wgmma_results(float (&d)[REGS]) {
 #pragma unroll
   for (int i = 0; i < REGS; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+// Keeps what makes a product's operand in registers above the fence before the product.
+template <int REGS>
+DEVICE void wgmma_operand(uint32_t (&a)[REGS]) {
+#pragma unroll
+  for (int i = 0; i < REGS; i++) asm volatile("" : "+r"(a[i])::"memory");
 }
 #define SM90_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SM90_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -333,6 +341,18 @@ DEVICE void wgmma_f16(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int ac
 template <int REGS>
 DEVICE void wgmma_e4m3(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate) {
   SM90_WGMMA_ANY_N("k32.f32.e4m3.e4m3", "")
+}
+// d[64×N] += a[64×16]·b[16×N]: a in registers, as mma_bf16_16816 has the 16 rows of the warp, which stay as they are until the product has been waited for;
+// b's rows lie along N (wgmma_columns). Products of what registers hold need no way through shared memory.
+#define SM90_WGMMA_ROWS(n, sums, a0, a1, a2, a3, b, ...)                                                                             \
+  SM90A_ASM("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, {%" a0 ",%" a1 \
+            ",%" a2 ",%" a3 "}, %" b ", p, 1, 1, 1;\n}"                                                                              \
+            : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b) : "memory")
+template <int REGS>
+DEVICE void wgmma_bf16_rows(float (&d)[REGS], const uint32_t (&a)[4], uint64_t desc_b) {
+  static_assert(REGS == 32 || REGS == 64, "N is 64 or 128");
+  if constexpr (REGS == 32) SM90_WGMMA_ROWS("64", SM90_T32, "32", "33", "34", "35", "36", SM90_D32(0));
+  else SM90_WGMMA_ROWS("128", SM90_T64, "64", "65", "66", "67", "68", SM90_D32(0), SM90_D32(32));
 }
 
 // Transposes an 8×8 matrix of 16-bit elements over the warp: lane 4g + t gives elements (g, 2t) and (g, 2t + 1), takes (2t, g) and (2t + 1, g).

@@ -12,6 +12,11 @@ DEVICE uint64_t wgmma_tile(const void* tile) {
   return uint64_t((shared_address(tile) & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(8 * SWIZZLE_ROW / 16) << 32 | uint64_t(1) << 62;
 }
 
+// The same memory as b of wgmma_bf16_rows: rows are k, 64 bf16 of N each; the next 64 of N lie `apart` bytes on. The next 16 rows of k are at descriptor + 128.
+DEVICE uint64_t wgmma_columns(const void* tile, int apart) {
+  return (wgmma_tile(tile) & ~(uint64_t(0x3fff) << 16)) | uint64_t(apart / 16) << 16;
+}
+
 // Waits for the phase of this parity. Copies and threads of one block cannot be late for long: a wait of two seconds is a mistake, and
 // ends the launch with an error instead of hanging the GPU.
 DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) {

@@ -172,23 +172,30 @@ void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const in
   world->wake(reinterpret_cast<const char*>(bar), 8);  // who sleeps on the barrier has to look again to make the copy land
 }
 
-void named_barrier(int id, int threads, Place place) {
+void named_barrier(int id, int threads, bool wait, Place place) {
   Thread* t = running_thread();
   Block& b = *t->block;
   if (id < 1 || id > 15) fail(place, "named_barrier %d: ids are 1 to 15", id);
   if (threads < WARP || threads % WARP || size_t(threads) > b.threads.size()) fail(place, "named_barrier of %d threads", threads);
   NamedBarrier& n = b.named[size_t(id)];
-  if (n.threads.empty())
+  if (!n.arrived)
     n.expected = threads;
   else if (n.expected != threads)
     fail(place, "named_barrier %d of %d threads, others wait there for %d", id, threads, n.expected);
-  n.threads.push_back(t);
-  if (n.threads.size() < size_t(threads)) return world->suspend(State::BARRIER, place);
-  std::vector<Thread*> all;
-  all.swap(n.threads);
-  if (world->race) world->race->meet({all.begin(), all.end()});
+  n.arrived++;
+  if (wait)
+    n.waiting.push_back(t);
+  else if (world->race)
+    n.gone.push_back(world->race->snapshot(*t));
+  if (n.arrived < threads) {
+    if (wait) world->suspend(State::BARRIER, place);
+    return;
+  }
+  NamedBarrier met;
+  std::swap(n, met);
+  if (world->race && !met.waiting.empty()) world->race->meet({met.waiting.begin(), met.waiting.end()}, met.gone);
   world->progress++;
-  for (Thread* other : all)
+  for (Thread* other : met.waiting)
     if (other != t) world->make_ready(other);
   if (world->options.random) world->yield_now();
 }

@@ -30,7 +30,7 @@ SIMT_API void mbarrier_init(uint64_t* bar, uint32_t arrivals, Place place);
 SIMT_API void mbarrier_arrive(uint64_t* bar, uint32_t expect_bytes, Place place);
 SIMT_API bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, Place place);
 SIMT_API void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, Place place);
-SIMT_API void named_barrier(int id, int threads, Place place);
+SIMT_API void named_barrier(int id, int threads, bool wait, Place place);  // wait: until all have arrived
 
 enum class Element : int { BF16, F16, E4M3 };
 // One lane's part of wgmma m64nNk(32 bytes): `registers` sums at d, N = 2·registers.
@@ -40,6 +40,7 @@ struct WgmmaLane {
   uint64_t desc_a, desc_b;
   bool accumulate;
   Element element;
+  const uint32_t* a = nullptr;  // if given: 16 bits a value in four registers instead of desc_a, and b's rows lie along N
 };
 SIMT_API void wgmma_issue(const WgmmaLane& lane, Place place);
 SIMT_API void wgmma_commit(Place place);

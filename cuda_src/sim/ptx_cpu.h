@@ -138,7 +138,8 @@ inline void tma_load_3d(void* dst, const TensorMap& map, uint64_t* bar, int x, i
   const int at[3] = {x, y, z};
   simt::tma_load(dst, &map, bar, 3, at, place);
 }
-inline void named_barrier(int id, int threads, SIMT_PLACE) { simt::named_barrier(id, threads, place); }
+inline void named_barrier(int id, int threads, SIMT_PLACE) { simt::named_barrier(id, threads, true, place); }
+inline void named_barrier_arrive(int id, int threads, SIMT_PLACE) { simt::named_barrier(id, threads, false, place); }
 // Registers are not simulated; the counts must be legal.
 template <int N>
 inline void register_increase() {
@@ -162,6 +163,14 @@ inline void wgmma_wait(SIMT_PLACE) {
 template <int REGS>
 inline void wgmma_results(float (&d)[REGS]) {
   (void)d;
+}
+template <int REGS>
+inline void wgmma_operand(uint32_t (&a)[REGS]) {
+  (void)a;
+}
+template <int REGS>
+inline void wgmma_bf16_rows(float (&d)[REGS], const uint32_t (&a)[4], uint64_t desc_b, SIMT_PLACE) {
+  simt::wgmma_issue({d, REGS, 0, desc_b, true, simt::Element::BF16, a}, place);
 }
 template <int REGS>
 inline void wgmma_bf16(float (&d)[REGS], uint64_t desc_a, uint64_t desc_b, int accumulate, SIMT_PLACE) {

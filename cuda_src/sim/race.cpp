@@ -123,6 +123,14 @@ void Race::warp_barrier(const Warp& w, uint32_t mask) {
   merge(threads);
 }
 
+void Race::meet(const std::vector<const Thread*>& threads, const std::vector<std::shared_ptr<const Clock>>& gone) {
+  merge(threads);
+  if (gone.empty()) return;
+  Clock all = clock(*threads.front()).now;
+  for (const auto& c : gone) all.join(*c);
+  for (const Thread* t : threads) clock(*t).now = all;
+}
+
 std::shared_ptr<const Clock> Race::snapshot(const Thread& t) {
   ThreadClock& c = clock(t);
   auto copy = std::make_shared<Clock>(c.now);

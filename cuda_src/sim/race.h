@@ -59,8 +59,10 @@ class Race {
   void plain(Thread& t, const void* p, size_t bytes, bool write, const void* pc);
   // An access by hardware that works for the thread: a bulk copy, a product's operand.
   void async(Thread& t, const void* p, size_t bytes, bool write, Place place);
-  // These threads, of one block, have met at a barrier.
-  void meet(const std::vector<const Thread*>& threads) { merge(threads); }
+  // These threads, of one block, have met at a barrier, where others, whose snapshots are `gone`, did not wait.
+  void meet(const std::vector<const Thread*>& threads, const std::vector<std::shared_ptr<const Clock>>& gone);
+  // What the thread knows now, itself included; what it does from here on comes after.
+  std::shared_ptr<const Clock> snapshot(const Thread& t);
 
  private:
   struct ThreadClock {
@@ -90,7 +92,6 @@ class Race {
 
   ThreadClock& clock(const Thread& t);
   bool ordered(const Mark& m, const Thread& t, const ThreadClock& c) const;
-  std::shared_ptr<const Clock> snapshot(const Thread& t);  // and starts the thread's next epoch
   void merge(const std::vector<const Thread*>& threads);
   void check(Thread& t, const void* p, size_t bytes, Mark mark, const void* pc, Place place);
   void forget(const char* begin, size_t bytes);

@@ -32,23 +32,33 @@ float widen(Element e, const unsigned char* row, int k) {
   return float_from(sign | magnitude) * 0x1p112f;
 }
 
-// The 32 bytes of row r that a descriptor names.
+// What a descriptor names: 16 bytes `piece` of row r. Eight of them are 128 bytes; the next eight, of a transposed operand, lie `apart`.
 struct Operand {
-  uint32_t start, stride;
-  explicit Operand(uint64_t desc) : start(uint32_t(desc & 0x3fff) << 4), stride(uint32_t(desc >> 32 & 0x3fff) << 4) {}
-  uint32_t piece(int r, int half) const {
-    const uint32_t a = start + uint32_t(r / 8) * stride + uint32_t(r % 8) * 128 + uint32_t(half) * 16;
+  uint32_t start, apart, stride;
+  explicit Operand(uint64_t desc)
+      : start(uint32_t(desc & 0x3fff) << 4), apart(uint32_t(desc >> 16 & 0x3fff) << 4), stride(uint32_t(desc >> 32 & 0x3fff) << 4) {}
+  uint32_t at(int r, int piece) const {
+    const uint32_t a = start + uint32_t(piece / 8) * apart + uint32_t(r / 8) * stride + uint32_t(r % 8) * 128 + uint32_t(piece % 8) * 16;
     return a ^ (a >> 7 & 7) << 4;
   }
 };
 
-void read_row(Thread& t, const Operand& o, int r, unsigned char* out, Place place) {
+// The first `bytes` of row r.
+void read_row(Thread& t, const Operand& o, int r, unsigned char* out, int bytes, Place place) {
   const Block& b = *t.block;
-  for (int half = 0; half < 2; half++) {
-    const uint32_t at = o.piece(r, half);
+  for (int piece = 0; piece < bytes / 16; piece++) {
+    const uint32_t at = o.at(r, piece);
     if (at + 16 > b.launch->smem) fail(place, "wgmma: operand at dynamic shared memory + %u, the launch has %zu", at, b.launch->smem);
     if (world->race) world->race->async(t, b.shared->dyn + at, 16, false, place);
-    memcpy(out + 16 * half, b.shared->dyn + at, 16);
+    memcpy(out + 16 * piece, b.shared->dyn + at, 16);
+  }
+}
+
+// Row r of the warp's 16×16 in registers: lane 4g + t has rows g and g + 8, columns 2t, 2t + 1, and these + 8.
+void row_of_registers(const Product& p, int r, float* out) {
+  for (int k = 0; k < 16; k++) {
+    const uint32_t word = p.a[4 * (r % 8) + k % 8 / 2][r / 8 + 2 * (k / 8)];
+    out[k] = float_from(k % 2 ? word & 0xffff0000u : word << 16);
   }
 }
 
@@ -56,15 +66,26 @@ void multiply(Warp& w, const Product& p) {
   static float a[16][MAX_K], b[MAX_K][MAX_N];
   static double sum[MAX_N];
   const int N = 2 * p.registers, K = p.element == Element::E4M3 ? 32 : 16, first = int(w.number % 4) * 16;
-  unsigned char row[BYTES];
+  unsigned char row[2 * MAX_N];
   const Operand oa(p.desc_a), ob(p.desc_b);
   for (int r = 0; r < 16; r++) {
-    read_row(w.lanes[0], oa, first + r, row, p.place);
+    if (p.a[0]) {
+      row_of_registers(p, r, a[r]);
+      continue;
+    }
+    read_row(w.lanes[0], oa, first + r, row, BYTES, p.place);
     for (int k = 0; k < K; k++) a[r][k] = widen(p.element, row, k);
   }
-  for (int n = 0; n < N; n++) {
-    read_row(w.lanes[0], ob, n, row, p.place);
-    for (int k = 0; k < K; k++) b[k][n] = widen(p.element, row, k);
+  if (p.a[0]) {  // and b transposed
+    for (int k = 0; k < K; k++) {
+      read_row(w.lanes[0], ob, k, row, 2 * N, p.place);
+      for (int n = 0; n < N; n++) b[k][n] = widen(p.element, row, n);
+    }
+  } else {
+    for (int n = 0; n < N; n++) {
+      read_row(w.lanes[0], ob, n, row, BYTES, p.place);
+      for (int k = 0; k < K; k++) b[k][n] = widen(p.element, row, k);
+    }
   }
   for (int r = 0; r < 16; r++) {
     memset(sum, 0, sizeof(double) * size_t(N));
@@ -94,7 +115,7 @@ void finish_issue(void* const* operands, uint32_t) {
     const WgmmaLane& l = *static_cast<const WgmmaLane*>(operands[lane]);
     if (l.desc_a != p.desc_a || l.desc_b != p.desc_b || l.accumulate != p.accumulate)
       fail(p.place, "wgmma: lanes of one warp bring different descriptors");
-    p.d[lane] = l.d;
+    p.d[lane] = l.d, p.a[lane] = l.a;
   }
   w.products.push_back(p);
 }
@@ -113,8 +134,9 @@ constexpr WarpOp ISSUE{"wgmma", finish_issue, false}, COMMIT{"wgmma_commit", fin
 void wgmma_issue(const WgmmaLane& lane, Place place) {
   if (running_thread()->block->threads.size() < (running_thread()->warp->number / 4 + 1) * 128u)
     fail(place, "wgmma: the warp is not in a whole warpgroup");
-  require_descriptor(lane.desc_a, place);
+  if (!lane.a) require_descriptor(lane.desc_a, place);
   require_descriptor(lane.desc_b, place);
+  if (lane.a && lane.registers > 32 && (lane.desc_b >> 16 & 0x3f)) fail(place, "wgmma: columns that are not whole kilobytes apart");
   WgmmaLane mine = lane;
   collective(0xffffffffu, ISSUE, &mine, place);
 }

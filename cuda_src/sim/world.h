@@ -70,6 +70,7 @@ struct Product {
   Element element;
   int group;  // how many commits came before it
   Place place;
+  const uint32_t* a[WARP];  // or null
 };
 
 // A bulk copy that nobody has waited for.
@@ -81,8 +82,9 @@ struct PendingCopy {
 };
 
 struct NamedBarrier {
-  int expected = 0;
-  std::vector<Thread*> threads;  // that have arrived
+  int expected = 0, arrived = 0;
+  std::vector<Thread*> waiting;
+  std::vector<std::shared_ptr<const Clock>> gone;  // for the race checker: what those knew that have arrived and do not wait
 };
 
 struct Warp {

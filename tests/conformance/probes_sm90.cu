@@ -66,6 +66,19 @@ KERNEL(128) void probe_named_barrier(uint32_t* out, const uint32_t* in) {
   out[t] = slots[group * 64 + (t + 33) % 64];
 }
 
+// The first two warps put and go on; the others wait for them, and take. out: [64]. block: 128.
+KERNEL(128) void probe_named_barrier_arrive(uint32_t* out, const uint32_t* in) {
+  DYN_SHARED_TILES(uint32_t, slots);
+  const int t = threadIdx.x;
+  if (t < 64) {
+    slots[t] = in[t];
+    named_barrier_arrive(1, 128);
+  } else {
+    named_barrier(1, 128);
+    out[t - 64] = slots[127 - t];
+  }
+}
+
 // One warpgroup gives registers away, two take them. block: 384.
 #define PROBE_REGISTERS(wrapper)                                             \
   KERNEL_OCC(384, 1) void probe_##wrapper(uint32_t* out, const uint32_t* in) { \
@@ -146,3 +159,45 @@ PROBE_OF_PRODUCT(wgmma_fence)
 PROBE_OF_PRODUCT(wgmma_commit)
 PROBE_OF_PRODUCT(wgmma_wait)
 PROBE_OF_PRODUCT(wgmma_results)
+
+// ---- out [64, N] = c + a·b over k = 64 in four steps: a [64, 64] in registers, b [64, N] as it lies in memory. block: 128 -----------------
+template <int REGS>
+DEVICE void product_of_rows(float* out, const bf16* a, const TensorMap& b, const float* c) {
+  DYN_SHARED_TILES(unsigned char, buffer);
+  constexpr int N = 2 * REGS, SLAB = 64 * SWIZZLE_ROW;
+  uint64_t* bar = reinterpret_cast<uint64_t*>(buffer + N / 64 * SLAB);
+  if (threadIdx.x == 0) {
+    mbarrier_init(bar, 1);
+    mbarrier_init_fence();
+    mbarrier_arrive_expect_tx(bar, N / 64 * SLAB);
+    for (int i = 0; i < N / 64; i++) tma_load_2d(buffer + i * SLAB, b, bar, 64 * i, 0);
+  }
+  __syncthreads();
+  const int row = int(threadIdx.x) / WARP * 16 + int(threadIdx.x) % WARP / 4, col = int(threadIdx.x) % 4 * 2;
+  float d[REGS];
+  uint32_t x[4][4];
+#pragma unroll
+  for (int i = 0; i < REGS; i++) d[i] = c[(row + i / 2 % 2 * 8) * N + col + i / 4 * 8 + i % 2];
+#pragma unroll
+  for (int i = 0; i < 16; i++) x[i / 4][i % 4] = *reinterpret_cast<const uint32_t*>(a + (row + i % 2 * 8) * 64 + i / 4 * 16 + i / 2 % 2 * 8 + col);
+#pragma unroll
+  for (int i = 0; i < 4; i++) wgmma_operand(x[i]);
+  mbarrier_wait(bar, 0);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 4; i++) wgmma_bf16_rows(d, x[i], wgmma_columns(buffer, SLAB) + 128 * i);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_results(d);
+#pragma unroll
+  for (int i = 0; i < REGS; i++) out[(row + i / 2 % 2 * 8) * N + col + i / 4 * 8 + i % 2] = d[i];
+}
+#define PRODUCT_OF_ROWS(name, REGS)                                                                                 \
+  KERNEL(128) void probe_##name(float* out, const bf16* a, BY_VALUE TensorMap b, const float* c) {                   \
+    product_of_rows<REGS>(out, a, b, c);                                                                            \
+  }
+#define PROBE_ROWS(wrapper, n, REGS) PRODUCT_OF_ROWS(wrapper##_n##n, REGS)
+PROBE_ROWS(wgmma_bf16_rows, 64, 32)
+PROBE_ROWS(wgmma_bf16_rows, 128, 64)
+#define PROBE_OPERAND(wrapper) PRODUCT_OF_ROWS(wrapper, 32)
+PROBE_OPERAND(wgmma_operand)

@@ -74,7 +74,8 @@ def planes(machine: Machine, rng: np.random.Generator) -> Outcome:
     dev, (depth, rows, K) = machine.dev, (3, 19, 72)
     data = rng.integers(0, 1 << 16, (depth, rows, K), dtype=np.uint16)
     shape = BoxShape((K, rows, depth), (2 * K, 2 * K * rows), (ROW // 2, 8, 2))
-    at = np.array([(0, 0, 0, 0, 0), (64, 8, 1, 0, 0), (0, 16, 2, 0, 0), (64, 16, 0, 0, 0)], np.int32)
+    corners = [(0, 0, 0), (64, 8, 1), (0, 16, 2), (64, 16, 0), (0, -5, 1)]  # the last begins before its plane
+    at = np.array([(*corner, 0, 0) for corner in corners], np.int32)
     padded = np.zeros((depth + 2, rows + 16, K + 64), np.uint16)
     padded[:depth, 8 : rows + 8, :K] = data
     want = [
@@ -98,6 +99,13 @@ def groups(machine: Machine, rng: np.random.Generator) -> Outcome:
     out = machine.dev.zeros((128,), U32)
     machine.run("named_barrier", [out, machine.dev.array(bits)], grid=1, block=128, smem=1024)
     return Output(out.download()), Output(np.roll(bits.reshape(2, 64), -33, 1).reshape(-1))
+
+
+def hand_over(machine: Machine, rng: np.random.Generator) -> Outcome:
+    bits = words(rng, 64)
+    out = machine.dev.zeros((64,), U32)
+    machine.run("named_barrier_arrive", [out, machine.dev.array(bits)], grid=1, block=128, smem=1024)
+    return Output(out.download()), Output(bits[::-1].copy())
 
 
 def registers(name: str) -> Probe:
@@ -158,6 +166,29 @@ def product(wrapper: str, N: int, variant: str, name: str) -> Probe:
     return Probe(wrapper, run, f"{N} {variant}")
 
 
+def product_of_rows(wrapper: str, N: int, variant: str, name: str) -> Probe:
+    """a from registers, b's rows along N: four steps of 16 rows."""
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        dev, shapes = machine.dev, ((64, 64), (64, N))
+        if variant == "integers":
+            draws = [rng.integers(-7, 8, shape).astype(np.float32) for shape in shapes]
+            c = rng.integers(-999, 1000, (64, N)).astype(np.float32)
+        else:
+            draws = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+            c = rng.standard_normal((64, N)).astype(np.float32)
+        (a_bits, a), (b_bits, b) = (encode(x, "bf16") for x in draws)
+        b_map = dev.tensor_map([dev.array(b_bits)], BoxShape((N, 64), (2 * N,), (64, 64)))
+        out = dev.zeros((64, N), F32)
+        args = [out, dev.array(a_bits), b_map, dev.array(c)]
+        machine.run(name, args, grid=1, block=128, smem=N * ROW + 1024)
+        want, magnitude = c + a @ b, np.abs(c) + np.abs(a) @ np.abs(b)
+        allowed = 4 * machine.mma_error * magnitude if variant == "normal" else 0.0
+        return Output(out.download()), Output(want.astype(np.float32), allowed)
+
+    return Probe(wrapper, run, f"{N} {variant}")
+
+
 def encode(x: Array, kind: str) -> tuple[Array, Array]:
     """(bits, the same values as float64)."""
     if kind == "bf16":
@@ -188,8 +219,15 @@ SM90 = [
     boxes("mbarrier_arrive_expect_tx", 2),
     Probe("tma_load_3d", planes),
     Probe("named_barrier", groups),
+    Probe("named_barrier_arrive", hand_over),
     *(registers(f"register_{what}") for what in ("increase", "decrease")),
     Probe("red_add_f32x2", additions),
     *(product(w, N, v, f"{w}_n{N}") for w, widths in _WIDTHS.items() for N in widths for v in ("integers", "normal")),
+    *(
+        product_of_rows("wgmma_bf16_rows", N, v, f"wgmma_bf16_rows_n{N}")
+        for N in (64, 128)
+        for v in ("integers", "normal")
+    ),
+    product_of_rows("wgmma_operand", 64, "integers", "wgmma_operand"),
     *(product(w, 16, "integers", w) for w in ("wgmma_fence", "wgmma_commit", "wgmma_wait", "wgmma_results")),
 ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loaders.dtypes import bf16_to_f32, f32_to_bf16
-from qwen_raw.device import F32, BoxShape, TensorMap
+from qwen_raw.device import F32, U32, BoxShape, TensorMap
 from qwen_raw.errors import QwenRawError
 from qwen_raw.simt.device import SimDevice
 from qwen_raw.simt.native import SimError
@@ -56,6 +56,32 @@ def test_mistakes_show_in_values(new_device: NewDevice, mistake: str) -> None:
 def test_mistakes_are_races(new_device: NewDevice, mistake: str, seed: int | None) -> None:
     with pytest.raises(SimError, match=r"data race: .* of dynamic shared memory|uninitialised shared memory"):
         ring(new_device(seed=seed, race=True), f"ring_{mistake}")
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_hand_over(new_device: NewDevice, seed: int | None) -> None:
+    """Who arrives without waiting is ordered before those that wait, and not after them."""
+
+    def run(name: str) -> np.ndarray:
+        device = new_device(race=True, seed=seed)
+        out = device.zeros((64,), U32)
+        device.launch(device.kernel("async", f"hand_over_{name}"), (1, 1, 1), (128, 1, 1), [out], smem=1024)
+        return out.download()
+
+    assert (run("ok") == np.arange(64)).all()
+    for mistake in ("late", "takes"):
+        with pytest.raises(SimError, match=r"data race: .* of dynamic shared memory|uninitialised shared memory"):
+            run(mistake)
+
+
+def test_an_operand_in_registers_is_read_late(new_device: NewDevice) -> None:
+    device, out = new_device(), {}
+    for name in ("ok", "early"):
+        sums = device.zeros((128,), F32)
+        device.launch(device.kernel("async", f"registers_{name}"), (1, 1, 1), (128, 1, 1), [sums], smem=2048)
+        out[name] = sums.download()
+    assert (out["ok"] == 32 * 16).all()
+    assert (out["early"] < 32 * 16).all()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-// async.cu - a ring of two buffers between a copying warp and a multiplying warpgroup, right and with one mistake each; and what cannot be
+// async.cu - a ring of two buffers between a copying warp and a multiplying warpgroup, a hand-over, an operand in registers: right and with one mistake each; and what cannot be
 // launched at all. tests/simt/test_async.py. x [64, 64·slices] and w [16, 64·slices] in bf16; out [64, 16] = x·wᵀ. block: 160.
 #include "include/vec.cuh"
 #include "include/wgmma.cuh"
@@ -50,6 +50,47 @@ RING(ring_reads_early, READS_EARLY)
 RING(ring_gives_back_early, GIVES_BACK_EARLY)
 RING(ring_copies_early, COPIES_EARLY)
 RING(ring_sums_early, SUMS_EARLY)
+
+// Two warps hand words over to two others that wait for them; out [64]. LATE: some are put after the hand-over. TAKES: the first read the others'.
+template <bool LATE, bool TAKES>
+DEVICE void hand_over(uint32_t* out) {
+  DYN_SHARED_TILES(uint32_t, slots);
+  const uint32_t t = threadIdx.x;
+  if (t < 64) {
+    if (!LATE) slots[t] = t;
+    named_barrier_arrive(1, 128);
+    if (LATE) slots[t] = t;
+    if (TAKES) out[t] = slots[64 + t];
+  } else {
+    if (TAKES) slots[t] = t;
+    named_barrier(1, 128);
+    if (!TAKES) out[t - 64] = slots[t - 64];
+  }
+}
+KERNEL(128) void hand_over_ok(uint32_t* out) { hand_over<false, false>(out); }
+KERNEL(128) void hand_over_late(uint32_t* out) { hand_over<true, false>(out); }
+KERNEL(128) void hand_over_takes(uint32_t* out) { hand_over<false, true>(out); }
+
+// d += a·b by a warpgroup, a (16×16 ones a warp) in registers and b [16, 64] in shared memory. EARLY: a is overwritten while the product is in flight.
+template <bool EARLY>
+DEVICE void registers(float* out) {
+  DYN_SHARED_TILES(uint16_t, b);
+  for (int i = threadIdx.x; i < 16 * 64; i += 128) b[i] = 0x3f80;
+  __syncthreads();
+  float d[32] = {};
+  uint32_t a[4];
+  for (int i = 0; i < 4; i++) a[i] = 0x3f803f80u;
+  wgmma_fence();
+  wgmma_bf16_rows(d, a, wgmma_columns(b, 0));
+  wgmma_commit();
+  if (EARLY) a[threadIdx.x % 4] = 0;
+  wgmma_wait<0>();
+  float sum = 0;
+  for (int i = 0; i < 32; i++) sum += d[i];
+  out[threadIdx.x] = sum;
+}
+KERNEL(128) void registers_ok(float* out) { registers<false>(out); }
+KERNEL(128) void registers_early(float* out) { registers<true>(out); }
 
 // ---- misuse that the hardware would answer with a hang or nonsense. mode: which -----------------------------------------------------
 KERNEL(160) void misuse(BY_VALUE TensorMap x, int mode) {
