@@ -1,6 +1,9 @@
 """Put-with-signal: µs a hand-over, by form, shape and payload size; and a soak in which every payload is compared.
 
-    python -m bench.signal [--devices 0,0] [--bytes 16 8192 …] [--rounds 300] [--soak 1000000]
+    python -m bench.signal [--devices 0,0] [--bytes 16 8192 …] [--rounds 150] [--soak 1000000] [--limit-s 300]
+
+Results are written after every figure: to signal.json, or to signal_2gpu.json between two GPUs. After --limit-s the
+process ends, whatever it waits for.
 
 A round is a ping-pong between two devices, there and back, both ends' rounds captured in a graph each; a figure is half
 a round's time: one hand-over, from the put's launch in one stream to the end of the wait's kernel in the other.
@@ -9,6 +12,7 @@ The median over replays, the slower device's. `--devices 0,0`: two streams of on
 
 from __future__ import annotations
 
+import faulthandler
 import statistics
 import time
 from contextlib import ExitStack
@@ -25,7 +29,7 @@ from qwen_raw.device import U32
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError, UsageError
 
-BYTES = (16, 8 << 10, 64 << 10, 1 << 20)
+BYTES = (16, 8 << 10, 64 << 10, 1 << 20, 16 << 20)
 WAYS: tuple[tuple[Form, Ring, Shape], ...] = (
     ("kernel", "release", "push"),
     ("kernel", "release", "pull"),
@@ -33,7 +37,13 @@ WAYS: tuple[tuple[Form, Ring, Shape], ...] = (
     ("memop", "node", "push"),
     ("memop", "node", "pull"),
 )
-SOAK_GRAPH = 768  # hand-overs a graph: whole rotations
+SOAK_GRAPHS = {"kernel": 768, "memop": 240}  # hand-overs a graph, by form: whole rotations, and what a stream holds
+SOAKS: tuple[tuple[tuple[Form, Ring, Shape], int], ...] = (  # and by what the hand-overs are divided
+    (("kernel", "release", "push"), 1),
+    (("memop", "release", "push"), 4),
+    (("memop", "node", "push"), 4),
+)
+LARGE = 1 << 20  # bytes from which on a graph has fewer rounds
 LIMIT_NS = 5_000_000_000
 
 
@@ -47,10 +57,12 @@ class Figure:
     bytes: int
     us: float
     us_worst: float  # of the replays
+    gb_s: float  # payload over time
 
     def line(self) -> str:
         way = f"{self.form} {self.ring} {self.shape}"
-        return f"{way:22} {self.bytes:8} B  {self.us:8.2f} µs  worst replay {self.us_worst:8.2f}"
+        speed = f"worst replay {self.us_worst:8.2f}  {self.gb_s:6.1f} GB/s"
+        return f"{way:22} {self.bytes:8} B  {self.us:8.2f} µs  {speed}"
 
 
 def measure(ranks: Ranks, way: tuple[Form, Ring, Shape], nbytes: int, rounds: int, repeats: int) -> Figure:
@@ -62,7 +74,7 @@ def measure(ranks: Ranks, way: tuple[Form, Ring, Shape], nbytes: int, rounds: in
     )
     words = np.random.default_rng(0).integers(0, 2**32, nbytes // 4, dtype=np.uint32)
     buffers = [ranks.devices[0].array(words), ranks.devices[1].zeros(words.shape, U32)]
-    calls = rounds - rounds % there.slots
+    calls = max(there.slots, rounds // (1 + nbytes // LARGE) // there.slots * there.slots)
 
     def round_of(rank: int, _: bool) -> None:
         if rank == 0:
@@ -78,7 +90,8 @@ def measure(ranks: Ranks, way: tuple[Form, Ring, Shape], nbytes: int, rounds: in
         graph.close()
     if not all(np.array_equal(buffer.download(), words) for buffer in buffers):
         raise QwenRawError(f"{form} {ring} {shape}: a payload of {nbytes} bytes came back changed")
-    return Figure(form, ring, shape, nbytes, statistics.median(samples), max(samples))
+    us = statistics.median(samples)
+    return Figure(form, ring, shape, nbytes, us, max(samples), nbytes / us / 1e3)
 
 
 def soak(ranks: Ranks, way: tuple[Form, Ring, Shape], handovers: int) -> dict[str, Any]:
@@ -86,23 +99,24 @@ def soak(ranks: Ranks, way: tuple[Form, Ring, Shape], handovers: int) -> dict[st
     form, ring, shape = way
     producer, consumer = ranks.devices
     channel = SignalChannel(producer, consumer, 64, form=form, ring=ring, shape=shape, limit_ns=LIMIT_NS)
-    source, sink = (dev.zeros((SOAK_GRAPH, 16), U32) for dev in ranks.devices)
+    count = SOAK_GRAPHS[form]
+    source, sink = (dev.zeros((count, 16), U32) for dev in ranks.devices)
     graphs = []
     for dev, call, buffer in ((ranks.devices[0], channel.put, source), (ranks.devices[1], channel.wait, sink)):
         with dev.capture() as capture:
-            for row in range(SOAK_GRAPH):
+            for row in range(count):
                 call(buffer.view((16,), 16 * row))
         graphs.append(capture.graph)
     rng, begin, done = np.random.default_rng(1), time.perf_counter(), 0
     while done < handovers:
-        words = rng.integers(0, 2**32, (SOAK_GRAPH, 16), dtype=np.uint32)
-        words[:, 0] = np.arange(done, done + SOAK_GRAPH)
+        words = rng.integers(0, 2**32, (count, 16), dtype=np.uint32)
+        words[:, 0] = np.arange(done, done + count)
         source.upload(words)
         for graph in graphs:
             graph.launch()
         if not np.array_equal(sink.download(), words):
-            raise QwenRawError(f"{form} {ring} {shape}: a payload within {SOAK_GRAPH} of hand-over {done} is wrong")
-        done += SOAK_GRAPH
+            raise QwenRawError(f"{form} {ring} {shape}: a payload within {count} of hand-over {done} is wrong")
+        done += count
     for graph in graphs:
         graph.close()
     seconds = time.perf_counter() - begin
@@ -113,27 +127,33 @@ def soak(ranks: Ranks, way: tuple[Form, Ring, Shape], handovers: int) -> dict[st
 def main() -> int:
     parser = Parser("python -m bench.signal", description="put-with-signal: latency by form, shape and size")
     parser.add_argument("--devices", type=ordinals, default=[0, 0], help="producer's and consumer's GPU, as 0,1")
-    parser.add_argument("--bytes", nargs="+", type=positive, default=list(BYTES))
-    parser.add_argument("--rounds", type=positive, default=300, help="in a graph")
+    parser.add_argument("--bytes", nargs="*", type=positive, default=list(BYTES), help="of a payload; none: only soak")
+    parser.add_argument("--rounds", type=positive, default=150, help="in a graph")
     parser.add_argument("--repeats", type=positive, default=7)
     parser.add_argument("--soak", type=natural, default=0, metavar="N", help="then N hand-overs whose payloads differ")
-    result_arguments(parser, "signal.json")
+    parser.add_argument("--limit-s", type=positive, default=300, help="seconds after which the process ends")
+    result_arguments(parser, "signal.json, signal_2gpu.json")
     a = parser.parse_args()
     if len(a.devices) != 2:
         raise UsageError(f"{len(a.devices)} devices: a channel has two ends, as in --devices 0,0")
+    faulthandler.dump_traceback_later(a.limit_s, exit=True)  # a stream that waits for a word has no other end
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         ranks = Ranks([stack.enter_context(CudaDevice(n)) for n in a.devices])
         env = environment(ranks.devices[0], a.commit) | {"devices": a.devices}
+        variant = "2gpu" if len(set(a.devices)) > 1 else ""
+
+        def done(row: dict[str, Any]) -> None:
+            rows.append(row)
+            save("signal", env, rows, a.output, variant)
+
         for nbytes in a.bytes:
             for way in WAYS:
                 figure = measure(ranks, way, nbytes, a.rounds, a.repeats)
                 print(figure.line(), flush=True)
-                rows.append(asdict(figure))
-        if a.soak:
-            rows.append(soak(ranks, WAYS[0], a.soak))
-            rows.append(soak(ranks, ("memop", "node", "push"), max(1, a.soak // 20)))
-    save("signal", env, rows, a.output)
+                done(asdict(figure))
+        for way, share in SOAKS if a.soak else ():
+            done(soak(ranks, way, max(1, a.soak // share)))
     return 0
 
 

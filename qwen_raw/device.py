@@ -8,7 +8,7 @@ Storage types are NumPy's: float32, int32, uint32, uint64; uint16 holds bf16 or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -183,6 +183,13 @@ class Device(Protocol):
         """
 
     def capture(self) -> AbstractContextManager[Capture]: ...
+
+    @property
+    def capturing(self) -> object | None:
+        """Something that is the same during one capture and differs between two; None where nothing is captured."""
+
+    def when_queued(self, call: Callable[[], None]) -> None:
+        """Call now or, during a capture, before each launch of the graph; if it raises, nothing of that is queued."""
 
     def rehearsing(self) -> AbstractContextManager[None]:
         """Launches of the block are checked and their kernels loaded, but none is queued.

@@ -16,12 +16,15 @@ PCIe are slow. "auto" pushes.
 Both ends can be captured and replayed, and neither needs a node that resets anything. A memop's address is fixed when
 it is captured: graphs of the "memop" form have a whole number of rotations (`slots` hand-overs, or twice as many, …).
 One that has not fails on the device, by name, not with a torn payload.
+
+Neither end may be queued far ahead of the other: qwen_raw/comm/lead.py refuses what could make the host wait.
 """
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
+from qwen_raw.comm.lead import Lead
 from qwen_raw.comm.topology import require_links
 from qwen_raw.device import Buffer, Device
 from qwen_raw.driver.check import DriverError
@@ -36,6 +39,7 @@ from qwen_raw.kernels.signal import (
     RUNG,
     SLOTS,
     STEM,
+    Pieces,
     SignalEnds,
     signal_fetch,
     signal_put,
@@ -51,9 +55,10 @@ LIMIT_NS = 2_000_000_000
 
 
 class SignalChannel:
-    """A one-way channel of payloads of one size between the main streams of two devices, which may share a GPU.
+    """A one-way channel of payloads between the main streams of two devices, which may share a GPU.
 
-    The "memop" form's wait has no deadline: queue it only when the put that it waits for is certain to be queued.
+    Payloads may differ in size; what one end puts is as long as what the other waits for. The "memop" form's wait has
+    no deadline: queue it only when the put that it waits for is certain to be queued.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class SignalChannel:
         shape: Shape = "auto",
         limit_ns: int = LIMIT_NS,
     ) -> None:
-        """payload_bytes: a multiple of 16. `slots`: hand-overs that the producer may be ahead.
+        """payload_bytes: of the largest payload, a multiple of 16. `slots`: hand-overs that the producer may be ahead.
 
         `form` "auto" is "kernel", the faster one. `limit_ns`: a kernel that waits longer ends with an error; 0: never.
         Synchronises both devices. Raises UsageError for what these two cannot do, QwenRawError without a peer path.
@@ -95,13 +100,19 @@ class SignalChannel:
             producer, consumer, payload_bytes, count=slots, pulled=self.shape == "pull", limit_ns=limit_ns
         )
         self._queued = [0, 0]  # hand-overs queued or captured at the producer, at the consumer
+        self.writes_by_node = False
         if self.form == "memop":
             self._streams = (_stream(producer), _stream(consumer))
             self._flush = _flushes(producer, consumer)
             self.writes_by_node = ring == "node" and self._may_write()
+        put = (2, 2) if self.writes_by_node else (1 if ring == "release" else 2, 0)
+        self._lead = Lead((producer, consumer), (put, (2, 2) if self.form == "memop" else (1, 0)))
 
-    def put(self, payload: Buffer) -> None:
-        """Queue on the producer: hand over `payload`, of payload_bytes; it may be overwritten by what follows."""
+    def put(self, payload: Buffer | Pieces) -> None:
+        """Queue on the producer: hand over `payload`, up to payload_bytes; it may be overwritten by what follows.
+
+        Raises QwenRawError, here or when a graph is launched, where too much would be queued ahead of the consumer.
+        """
         slot = self._next(0)
         if self.ring == "release":
             signal_put(self._ends, payload)
@@ -112,8 +123,11 @@ class SignalChannel:
         else:
             signal_ring(self._ends, slot)
 
-    def wait(self, payload: Buffer) -> None:
-        """Queue on the consumer: hold its stream until the next hand-over, and copy that to `payload`."""
+    def wait(self, payload: Buffer | Pieces) -> None:
+        """Queue on the consumer: hold its stream until the next hand-over, and copy that to `payload`.
+
+        Raises QwenRawError, here or when a graph is launched, where too much would be queued ahead of the producer.
+        """
         slot = self._next(1)
         if self.form == "kernel":
             signal_take(self._ends, payload)
@@ -139,6 +153,7 @@ class SignalChannel:
 
     def _next(self, end: int) -> int:
         """The slot of the next hand-over at one end: they are counted from 1."""
+        self._lead.queue(end)
         self._queued[end] += 1
         return self._queued[end] % self.slots
 

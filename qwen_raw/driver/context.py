@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 from qwen_raw.driver.check import call, initialised
 from qwen_raw.errors import QwenRawError, UsageError
+
+
+@dataclass(eq=False, slots=True)
+class Captured:
+    """What belongs to a graph besides its nodes."""
+
+    keep: list[object] = field(default_factory=list)  # what its launches use, alive as long as the graph
+    when_queued: list[Callable[[], None]] = field(default_factory=list)  # called before each replay is queued
 
 
 class Context:
@@ -24,8 +35,7 @@ class Context:
         self.handle = call(self.driver.cuDevicePrimaryCtxRetain, self.device)
         self.host_syncs = 0
         self.closed = False
-        # While a graph is being captured: what its launches use (kept alive by the graph); otherwise None.
-        self.captured: list[object] | None = None
+        self.captured: Captured | None = None  # while a graph is being captured
 
     def use(self) -> None:
         """Makes this context current on the calling thread: every call into the driver starts with it."""
@@ -52,7 +62,7 @@ class Context:
     def keep(self, *objects: object) -> None:
         """During a capture, ties the life of `objects` to the graph's."""
         if self.captured is not None:
-            self.captured.extend(objects)
+            self.captured.keep.extend(objects)
 
     def close(self) -> None:
         """Gives the primary context back; a second call does nothing."""

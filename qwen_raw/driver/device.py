@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -267,6 +267,18 @@ class CudaDevice:
         Kernels must be loaded, and buffers allocated, before.
         """
         return self._capturing()
+
+    @property
+    def capturing(self) -> object | None:
+        """See Device."""
+        return self.context.captured
+
+    def when_queued(self, call_first: Callable[[], None]) -> None:
+        """See Device."""
+        if self.context.captured is not None:
+            self.context.captured.when_queued.append(call_first)
+        elif not self._rehearsing:
+            call_first()
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from qwen_raw.driver.check import DriverError, call
-from qwen_raw.driver.context import Context
+from qwen_raw.driver.context import Captured, Context
 from qwen_raw.driver.stream import Stream
 from qwen_raw.errors import QwenRawError
 
@@ -14,11 +14,11 @@ from qwen_raw.errors import QwenRawError
 class CudaGraph:
     """An instantiated graph. It keeps every buffer and kernel that its launches use alive."""
 
-    def __init__(self, context: Context, stream: Stream, template: object, keep: list[object]) -> None:
+    def __init__(self, context: Context, stream: Stream, template: object, captured: Captured) -> None:
         """Instantiates `template` (a CUgraph, destroyed here) for launches on `stream`."""
         self._context = context
         self._stream = stream
-        self._keep = keep
+        self._captured = captured
         driver = context.driver
         context.use()
         try:
@@ -29,10 +29,15 @@ class CudaGraph:
         self._open = True
 
     def launch(self) -> None:
-        """Queues one replay on the device's main stream; the host does not wait."""
+        """Queues one replay on the device's main stream; the host does not wait.
+
+        Calls first what `Device.when_queued` was given during the capture; what that raises leaves nothing queued.
+        """
         if not self._open:
             raise QwenRawError("a graph was launched after close()")
         self._context.not_capturing("launching a graph")
+        for call_first in self._captured.when_queued:
+            call_first()
         self._context.use()
         call(self._context.driver.cuGraphLaunch, self._exec, self._stream.handle)
 
@@ -42,7 +47,7 @@ class CudaGraph:
             self._stream.synchronize()
             self._open = False
             call(self._context.driver.cuGraphExecDestroy, self._exec)
-            self._keep.clear()
+            self._captured = Captured()
 
 
 class CudaCapture:
@@ -75,8 +80,8 @@ def capture(context: Context, stream: Stream) -> Iterator[CudaCapture]:
     driver = context.driver
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     call(driver.cuStreamBeginCapture, stream.handle, mode)
-    keep: list[object] = []
-    context.captured = keep
+    captured = Captured()
+    context.captured = captured
     result = CudaCapture()
     try:
         yield result
@@ -87,7 +92,7 @@ def capture(context: Context, stream: Stream) -> Iterator[CudaCapture]:
     context.captured = None
     context.use()
     template = call(driver.cuStreamEndCapture, stream.handle)
-    result.graph = CudaGraph(context, stream, template, keep)
+    result.graph = CudaGraph(context, stream, template, captured)
 
 
 def _abandon(context: Context, stream: Stream) -> None:

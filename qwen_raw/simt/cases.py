@@ -265,7 +265,7 @@ def _signal(world: SimWorld, rng: np.random.Generator) -> None:
     devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
     producers = range(0, world.ranks - 1, 2)
     ends = [SignalEnds.create(devices[r], devices[r + 1], 2 * 16, ranks=(r, r + 1), limit_ns=0) for r in producers]
-    pdl, threads = bool(rng.integers(2)), int(rng.choice((1, 2, 8)))
+    pdl, grid = bool(rng.integers(2)), {"blocks": int(rng.integers(1, 4)), "threads": int(rng.choice((1, 2, 8)))}
     handed = 0
     for count, rounds in ((HANDOVERS, 1), (len(REPLAYED), REPLAYS)):
         sources = [devices[r].zeros((count, 16), BF16) for r in producers]
@@ -277,9 +277,9 @@ def _signal(world: SimWorld, rng: np.random.Generator) -> None:
             with devices[rank].capture() as capture:
                 for number in range(count):
                     if rank % 2 == 0:
-                        signal_put(ends[pair], sources[pair].view((16,), 16 * number), threads=threads, pdl=pdl)
+                        signal_put(ends[pair], sources[pair].view((16,), 16 * number), pdl=pdl, **grid)
                     else:
-                        signal_take(ends[pair], outputs[pair].view(number), threads=threads, pdl=pdl)
+                        signal_take(ends[pair], outputs[pair].view(number), pdl=pdl, **grid)
             graphs.append(capture.graph)
         for replay in range(rounds):
             bits = [payload(rng, 2 * count).reshape(count, 16) for _ in producers]

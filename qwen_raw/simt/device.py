@@ -33,23 +33,26 @@ TENSOR_MAP_MAGIC, TENSOR_MAP_SWIZZLE = 0x7E4504A9, 128  # cuda_src/sim/async.h
 class SimGraph:
     """A captured sequence of launches and fills, queued again by each launch()."""
 
-    def __init__(self, device: SimDevice, steps: list[Callable[[], None]]) -> None:
+    def __init__(
+        self, device: SimDevice, steps: list[Callable[[], None]], when_queued: list[Callable[[], None]]
+    ) -> None:
         self._device = device
         self._steps = steps
+        self._when_queued = when_queued
         self._open = True
 
     def launch(self) -> None:
-        """Queues one replay."""
+        """Queues one replay; what `Device.when_queued` was given during the capture is called first."""
         if not self._open:
             raise QwenRawError("a graph was launched after close()")
         self._device.not_capturing("launching a graph")
-        for step in self._steps:
+        for step in (*self._when_queued, *self._steps):
             step()
 
     def close(self) -> None:
         """Lets go of the launches; a second call does nothing."""
         self._open = False
-        self._steps = []
+        self._steps, self._when_queued = [], []
 
 
 class SimCapture:
@@ -102,6 +105,7 @@ class SimDevice:
         self.smem_per_block = SMEM_PER_BLOCK
         self.host_syncs = 0
         self._captured: list[Callable[[], None]] | None = None
+        self._when_queued: list[Callable[[], None]] = []  # of what is being captured
 
     @staticmethod
     def of_world(ranks: int) -> list[SimDevice]:
@@ -221,6 +225,18 @@ class SimDevice:
         """Records what the with-block launches: `with device.capture() as c: …`, then `c.graph.launch()`."""
         return self._capturing()
 
+    @property
+    def capturing(self) -> object | None:
+        """See Device."""
+        return self._captured
+
+    def when_queued(self, call: Callable[[], None]) -> None:
+        """See Device."""
+        if self._captured is None:
+            call()
+        else:
+            self._when_queued.append(call)
+
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Launches of the block are checked and their kernels loaded, but none is queued; not during a capture."""
@@ -285,12 +301,13 @@ class SimDevice:
     def _capturing(self) -> Iterator[SimCapture]:
         self.not_capturing("starting a capture")
         steps = self._captured = []
+        when_queued = self._when_queued = []
         result = SimCapture()
         try:
             yield result
         finally:
             self._captured = None
-        result.graph = SimGraph(self, steps)
+        result.graph = SimGraph(self, steps, when_queued)
 
     def _bind(self, kernel: SimKernel, param: SimParam, arg: Arg) -> Bound:
         if isinstance(arg, TensorMap):

@@ -268,6 +268,13 @@ VARIANTS = {
             ),
         ),
         Variant(
+            "early_ring",
+            "signal",
+            "signal",
+            "the first block to have stored its share rings: the others' may not have arrived",
+            edits=(("(arrived, gridDim.x - 1) == gridDim.x - 1", "(arrived, gridDim.x - 1) == 0"),),
+        ),
+        Variant(
             "two_slots",
             "signal",
             "signal",

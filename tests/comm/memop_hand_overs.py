@@ -13,7 +13,22 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 import test_signal as cases  # noqa: E402
 
+from qwen_raw.comm.signal import SignalChannel  # noqa: E402
 from qwen_raw.driver.device import CudaDevice  # noqa: E402
+from qwen_raw.errors import QwenRawError  # noqa: E402
+
+
+def refused(pair: cases.Pair, options: dict[str, str]) -> None:
+    """A graph that would fill its stream's queue while it waits for the other end is refused, not launched."""
+    channel = SignalChannel(pair.producer, pair.consumer, 16 * cases.PACKS, **options)  # type: ignore[arg-type]
+    *_, put, wait = cases.graphs(pair, channel, 768)
+    first, name = (put, "wait") if channel.writes_by_node else (wait, "put")
+    try:
+        first.launch()
+    except QwenRawError as error:
+        assert f"would be 768 hand-overs ahead of {name}" in str(error), error
+    else:
+        raise AssertionError("a graph of 768 hand-overs was launched")
 
 
 def main() -> None:
@@ -29,6 +44,8 @@ def main() -> None:
             for value in (0.0, -0.0, float(np.float32(-1e-45))):
                 cases.test_a_payload_may_look_like_the_signal(pair, options, value)
             cases.test_large_payloads(pair, options, rng)
+            cases.test_payloads_of_several_sizes_and_in_pieces(pair, options, rng)
+            refused(pair, options)
         print(*options.values(), "right", flush=True)
     print(len(cases.MEMOP), "ways")
 

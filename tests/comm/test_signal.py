@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pytest
 from qwen_raw.comm.signal import SignalChannel
 from qwen_raw.device import U32
 from qwen_raw.errors import QwenRawError, UsageError
-from qwen_raw.kernels.signal import SignalEnds, signal_fetch, signal_ring, signal_store
+from qwen_raw.kernels.signal import Pieces, SignalEnds, signal_fetch, signal_ring, signal_store
 from qwen_raw.simt.device import SimDevice
 from qwen_raw.simt.world import SimWorld
 
@@ -68,6 +69,24 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ordinals", ["0,0", "0,1"])
+def test_a_million_hand_overs(ordinals: str) -> None:
+    """Of distinct payloads, the producer as far ahead as the slots allow; in a process, which has a deadline."""
+    from qwen_raw.driver.probe import probe
+
+    if max(map(int, ordinals.split(","))) >= len(probe().gpus):
+        pytest.skip("needs two GPUs")
+    command = [sys.executable, "-m", "bench.signal", "--devices", ordinals, "--bytes", "--soak", "1000000"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*command, "--output", folder], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("soak ")]
+    assert len(lines) == 3 and all("every payload right" in line for line in lines), done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ordinals", ["0,0", "0,1"])
 def test_the_memop_form(ordinals: str) -> None:
     """The tests below whose streams wait, in a process of its own: such a wait has no deadline, a process has."""
     from qwen_raw.driver.probe import probe
@@ -105,7 +124,7 @@ def test_every_payload_arrives_whole_and_in_order(pair: Pair, options: Any, rng:
     The producer is as far ahead as the slots allow: its whole graph is queued before the consumer's.
     """
     channel = SignalChannel(pair.producer, pair.consumer, 16 * PACKS, **options)
-    count, rounds = (6, 3) if pair.producer.kind == "sim" else (300, 30)
+    count, rounds = (6, 3) if pair.producer.kind == "sim" else (240, 30)
     source, sink, put, wait = graphs(pair, channel, count)
     for _ in range(rounds):
         words = payloads(rng, count)
@@ -162,8 +181,8 @@ def test_a_payload_may_look_like_the_signal(pair: Pair, options: Any, value: flo
 
 
 def test_large_payloads(pair: Pair, options: Any, rng: np.random.Generator) -> None:
-    """More packs than the block has threads."""
-    packs = 300
+    """Of several blocks; on a GPU of all that there may be, each with several rounds."""
+    packs = 600 if pair.producer.kind == "sim" else 4 * 32 * 512 + 7
     channel = SignalChannel(pair.producer, pair.consumer, 16 * packs, **options)
     for words in payloads(rng, 4, packs):
         taken = pair.consumer.zeros((packs, 4), U32)
@@ -171,6 +190,32 @@ def test_large_payloads(pair: Pair, options: Any, rng: np.random.Generator) -> N
         channel.wait(taken)
         pair.finish()
         np.testing.assert_array_equal(taken.download(), words)
+
+
+def test_payloads_of_several_sizes_and_in_pieces(pair: Pair, options: Any, rng: np.random.Generator) -> None:
+    """As rows of a cache lie: pieces go to where the consumer has its own; what is between them stays as it is."""
+    channel = SignalChannel(pair.producer, pair.consumer, 16 * PACKS, **options)
+    words = payloads(rng, 6)
+    sent, taken = pair.producer.array(words), pair.consumer.array(~words)
+    for first, count, packs, stride in ((0, 2, 2, 5), (1, 4, 1, 5), (0, 1, 5, 5), (2, 3, 1, 1)):
+        views = [buffer.view((6 - first, PACKS, 4), first * PACKS * 4) for buffer in (sent, taken)]
+        put, got = (Pieces(view, count, 16 * packs, 16 * stride) for view in views)
+        channel.put(put)
+        channel.wait(got)
+        pair.finish()
+        want = (~words[first:]).reshape(-1, 4)
+        at = np.concatenate([np.arange(packs) + stride * i for i in range(count)])
+        want[at] = words[first:].reshape(-1, 4)[at]
+        np.testing.assert_array_equal(views[1].download().reshape(-1, 4), want)
+        taken.upload(~words)
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes", "stride"), [(0, 16, 16), (2, 32, 16), (2, 24, 32), (2, 16, 24), (3, 16, 48), (1, 0, 16)]
+)
+def test_pieces_that_do_not_lie_apart_in_the_buffer_are_refused(count: int, nbytes: int, stride: int) -> None:
+    with SimWorld(1) as world, pytest.raises(QwenRawError, match="in whole 16-byte packs"):
+        Pieces(SimDevice(world=world).zeros((28,), U32).view((27,)), count, nbytes, stride)
 
 
 def test_the_parts_of_the_memop_form(rng: np.random.Generator) -> None:

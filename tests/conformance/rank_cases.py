@@ -141,14 +141,14 @@ def run_signal_parts(machine: Machine, rng: np.random.Generator) -> Outputs:
     """The same by the kernels that go beside stream operations, with a kernel that rings; payloads stay where put."""
     numbers = {"put": 0, "take": 0}
 
-    def put(ends: signal.SignalEnds, payload: Any, *, threads: int) -> None:
+    def put(ends: signal.SignalEnds, payload: Any, **grid: int) -> None:
         numbers["put"] += 1
-        signal.signal_store(ends, payload, numbers["put"] % signal.SLOTS, threads=threads)
+        signal.signal_store(ends, payload, numbers["put"] % signal.SLOTS, **grid)
         signal.signal_ring(ends, numbers["put"] % signal.SLOTS)
 
-    def take(ends: signal.SignalEnds, payload: Any, *, threads: int) -> None:
+    def take(ends: signal.SignalEnds, payload: Any, **grid: int) -> None:
         numbers["take"] += 1
-        signal.signal_fetch(ends, payload, numbers["take"] % signal.SLOTS, threads=threads)
+        signal.signal_fetch(ends, payload, numbers["take"] % signal.SLOTS, **grid)
 
     return hand_over(machine, rng, put, take, pulled=True)
 
@@ -167,9 +167,9 @@ def hand_over(
         payloads[0][:4] = 0x80000000  # the sentinel is data here
         sent, taken = [dev.array(p) for p in payloads], [dev.zeros((20,), U32) for _ in payloads]
         for buffer in sent:
-            put(ends, buffer, threads=64)
+            put(ends, buffer, blocks=2, threads=64)
         for buffer in taken:
-            take(ends, buffer, threads=64)
+            take(ends, buffer, blocks=2, threads=64)
         for i, buffer in enumerate(taken):
             got = buffer.download()
             np.testing.assert_array_equal(got, payloads[i])

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import qwen_raw
+from qwen_raw.comm.lead import HELD
 from qwen_raw.device import F32, I32, U32, U64
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.driver.stream import Stream, Wait
@@ -21,6 +23,7 @@ from qwen_raw.errors import QwenRawError
 
 pytestmark = pytest.mark.gpu
 
+HOLD_S = 0.5
 KERNELS = r"""
 struct Pair { int a; double b; char c[5]; };
 extern "C" __global__ void __launch_bounds__(64)
@@ -408,3 +411,38 @@ def test_cupy_shares_the_context(cuda_device: CudaDevice) -> None:
     theirs = cupy.ndarray((16,), np.uint64, cupy.cuda.MemoryPointer(memory, 0))
     np.testing.assert_array_equal(cupy.asnumpy(theirs * 2), np.arange(16) * 2)
     assert x.dtype == U64
+
+
+@pytest.mark.parametrize(
+    ("graph", "operations", "held", "waits"),
+    [
+        ("kernels", 0, 3 * HELD, False),  # one submission, however many
+        ("stream operations", 1, HELD // 2, False),
+        ("stream operations", 1, HELD + 100, True),
+        ("both in turn", 2, HELD // 2 - 100, False),
+        ("both in turn", 2, HELD // 2 + 100, True),
+    ],
+)
+def test_what_a_held_stream_takes(cuda_device: CudaDevice, graph: str, operations: int, held: int, waits: bool) -> None:
+    """What qwen_raw/comm/lead.py reckons with: every stream operation of a graph is a submission, and parts kernels.
+
+    Beyond what the stream holds, the launch itself waits until it goes on; here another thread sees to that.
+    """
+    stream, gate, x = cuda_device.stream, cuda_device.host_ring(1), cuda_device.zeros((4,), U32)
+    kernel = cuda_device.kernel("signal", "signal_ring")
+    with cuda_device.capture() as capture:
+        for _ in range(held):
+            if operations != 1:
+                cuda_device.launch(kernel, (1, 1, 1), (1, 1, 1), [np.uint64(x.ptr)])
+            if operations:
+                stream.write_value32(x.ptr + 4, 1)
+    stream.wait_value32(gate.buffer.ptr, 1, Wait.GEQ)
+    opens = threading.Timer(HOLD_S, gate.words.__setitem__, (0, 1))
+    begin = time.perf_counter()
+    opens.start()
+    capture.graph.launch()
+    seconds = time.perf_counter() - begin
+    opens.join()
+    cuda_device.synchronize()
+    capture.graph.close()
+    assert (seconds > HOLD_S / 2) == waits, f"{held} of {graph}: the launch took {seconds} s"

@@ -35,6 +35,7 @@ FOUND = {
     "arrival_as_flag": (20, 1, "expected"),
     "early_push": (20, 1, "a push before the cluster's first barrier"),
     "early_keys": (20, 1, "expected"),
+    "early_ring": (20, 2, "expected"),
     "two_slots": (20, 2, "deadlock"),
 }
 
