@@ -4,7 +4,7 @@ What waits for the other end stays in its stream's queue. A stream holds HELD su
 operation is one; a graph is one, and every stream operation in it begins another. The next one makes the host wait
 inside the launch, and if the other end's work was to be queued by that host, it waits for ever. (When the device gives
 up meanwhile, its driver may fail with the process, so a deadline does not help.) `tests/driver/test_gpu.py` has the
-figures, `docs/speculation.md` how this was found.
+figures, `docs/handover.md` how this was found.
 """
 
 from __future__ import annotations

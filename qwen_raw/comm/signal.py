@@ -71,12 +71,14 @@ class SignalChannel:
         form: Form = "auto",
         ring: Ring = "release",
         shape: Shape = "auto",
+        ranks: tuple[int, int] = (0, 1),
         limit_ns: int = LIMIT_NS,
     ) -> None:
         """payload_bytes: of the largest payload, a multiple of 16. `slots`: hand-overs that the producer may be ahead.
 
-        `form` "auto" is "kernel", the faster one. `limit_ns`: a kernel that waits longer ends with an error; 0: never.
-        Synchronises both devices. Raises UsageError for what these two cannot do, QwenRawError without a peer path.
+        `form` "auto" is "kernel", the faster one. `ranks`: what messages call the two. `limit_ns`: a kernel that waits
+        longer ends with an error; 0: never. Synchronises both devices.
+        Raises UsageError for what these two cannot do, QwenRawError without a peer path.
         """
         for name, value, choices in (("form", form, Form), ("ring", ring, Ring), ("shape", shape, Shape)):
             if value not in get_args(choices):
@@ -97,7 +99,7 @@ class SignalChannel:
             for name in KERNELS:  # before one of them waits: loading may wait for what runs
                 dev.kernel(STEM, name)
         self._ends = SignalEnds.create(
-            producer, consumer, payload_bytes, count=slots, pulled=self.shape == "pull", limit_ns=limit_ns
+            producer, consumer, payload_bytes, ranks=ranks, count=slots, pulled=self.shape == "pull", limit_ns=limit_ns
         )
         self._queued = [0, 0]  # hand-overs queued or captured at the producer, at the consumer
         self.writes_by_node = False

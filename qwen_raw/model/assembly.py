@@ -49,7 +49,7 @@ def assemble(
     check_memory(devices, parts, fp8=fp8, max_len=max_len)
     total, done, weights = sum(weight_bytes(part, fp8) for part in parts), 0, []
     for device, part in zip(devices, parts, strict=True):
-        weights.append(load_weights(device, checkpoint, part, fp8=fp8, progress=_section(progress, done, total)))
+        weights.append(load_weights(device, checkpoint, part, fp8=fp8, progress=section(progress, done, total)))
         done += weight_bytes(part, fp8)
     samplers = create_samplers(devices, parts, limit_ns)
     prefill = [
@@ -73,7 +73,7 @@ def assemble(
     ]
 
 
-def _section(progress: Progress | None, before: int, total: int) -> Progress | None:
+def section(progress: Progress | None, before: int, total: int) -> Progress | None:
     """Progress of one rank's loading as part of all."""
     if progress is None:
         return None

@@ -65,13 +65,15 @@ def prefill_chunk(
     rows: int,
     reduce: bool = True,
     layers: int | None = None,
+    embedded: bool = True,
 ) -> Iterator[None]:
     """Queue the chunk that b.put has uploaded; the residual stream after the last layer is b.h[:rows].
 
     `rows`: at least the chunk's tokens. `reduce`: False leaves the sums over ranks out, and `layers` all but the first
-    so many layers: to load kernels.
+    so many layers: to load kernels. `embedded`: False where b.h[:rows] holds what the layers are to take.
     """
-    embed(dev, b.h.view((rows, c.D)), w.embed, b.ids(rows))
+    if embedded:
+        embed(dev, b.h.view((rows, c.D)), w.embed, b.ids(rows))
     for layer, k, v in islice(zip(w.layers, cache.k, cache.v, strict=True), layers):
         yield from prefill_layer(dev, c, layer, k, v, rope, b, rows, residual, reduce)
 

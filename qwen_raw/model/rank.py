@@ -33,6 +33,11 @@ class Rank:
     residual: Residual
     shares_gpu: bool = False  # with other ranks
 
+    @property
+    def chooses(self) -> bool:
+        """Whether it holds rows of the LM head, and so posts ids."""
+        return self.weights.head.N > 0
+
     def step(self, options: StepOptions = DEFAULT) -> Iterator[None]:
         """One decode step.
 

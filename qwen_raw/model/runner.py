@@ -96,25 +96,44 @@ class DeviceRunner:
         self._owns_device = owns_device
         self.read_ceiling: float | None = None
         before = free_bytes(self.devices)
-        self.ranks = assemble(
-            self.devices,
-            checkpoint,
-            fp8=dtype == "fp8",
-            max_len=max_model_len + spare,
-            comm=comm,
-            limit_ns=limit_ns,
-            progress=progress,
+        self.ranks = self._assemble(
+            checkpoint, dtype == "fp8", max_model_len + spare, comm=comm, limit_ns=limit_ns, progress=progress
         )
-        self.bytes_per_token = sum(rank.weights.bytes_per_token for rank in self.ranks)
+        self.bytes_per_token = sum(rank.weights.bytes_per_token for rank in self._decoding)
         self._launched = 0  # ids that all steps ever queued will have posted
         self._hash: int | None = None
         self._first_reads = 0
-        self.prompt = Prompt(self.ranks, captured=self._note_memory)
+        self.prompt = Prompt(self._prefilling, captured=self._note_memory)
         self._load()
-        self._step: Step | None = Step.create(self.ranks)
+        self._step: Step | None = Step.create(self._decoding)
         self._free_before = before
         self.peak_bytes = 0
         self._note_memory()
+
+    def _assemble(
+        self,
+        checkpoint: CheckpointLike,
+        fp8: bool,
+        max_len: int,
+        *,
+        comm: str,
+        limit_ns: int,
+        progress: Progress | None,
+    ) -> Sequence[Rank]:
+        """Every device's rank; `comm`, `limit_ns`: see `assemble`. Nothing that waits for another is launched."""
+        return assemble(
+            self.devices, checkpoint, fp8=fp8, max_len=max_len, comm=comm, limit_ns=limit_ns, progress=progress
+        )
+
+    @property
+    def _prefilling(self) -> Sequence[Rank]:
+        """The ranks that a prompt goes through."""
+        return self.ranks
+
+    @property
+    def _decoding(self) -> Sequence[Rank]:
+        """The ranks that a decode step goes through."""
+        return self.ranks
 
     def _note_memory(self) -> None:
         """What is held now, graphs included."""
@@ -159,7 +178,7 @@ class DeviceRunner:
             for rank in self.ranks:
                 rank.decode.sampler.set_params(temperature, seed, self.text_vocab)
                 rank.decode.sampler.set_position(0, len(ids) - 1)
-            self.prompt.queue(ids)
+            self._prefill(ids)
             self._launched += 1
         for number in range(first, first + max_tokens):
             while self._launched < min(first + max_tokens, number + 1 + ahead):
@@ -167,7 +186,12 @@ class DeviceRunner:
                     step.launch()
                     self._launched += 1
             self._first_reads += number == first
-            yield self._read(number, position=len(ids) + number - first)
+            posting = self._prefilling if number == first else self._decoding
+            yield self._read(number, position=len(ids) + number - first, ranks=posting)
+
+    def _prefill(self, ids: Sequence[int]) -> None:
+        """Queue a prompt, with the choice of the id that follows it; the samplers are set."""
+        self.prompt.queue(ids)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -191,14 +215,19 @@ class DeviceRunner:
         try:
             yield
         except QwenRawError as error:
-            faults = [fault for rank in self.ranks if (fault := rank.fault()) is not None]
+            faults = self._faults()
             if not faults:
                 raise
             raise QwenRawError("; ".join([*faults, str(error)])) from error
 
-    def _read(self, step: int, position: int) -> int:
-        """Wait, by polling host memory, for the id that step number `step` posts."""
-        words, slot = self.ranks[0].decode.sampler.ring.words, 2 * (step % SLOTS)
+    def _faults(self) -> list[str]:
+        """After a launch has failed: who waited for whom in vain."""
+        return [fault for rank in self.ranks if (fault := rank.fault()) is not None]
+
+    def _read(self, step: int, position: int, ranks: Sequence[Rank] | None = None) -> int:
+        """Wait, by polling host memory, for the id that step number `step` of these ranks (None: of all) posts."""
+        posting = next(rank for rank in ranks or self.ranks if rank.chooses)
+        words, slot = posting.decode.sampler.ring.words, 2 * (step % SLOTS)
         check_at = time.perf_counter() + POLL_CHECK_S
         while int(words[slot + 1]) != step + 1:
             if time.perf_counter() < check_at:
@@ -234,14 +263,15 @@ class DeviceRunner:
         self._live_step()
         out = np.empty((len(ids), self.config.V), np.float32)
         rows = min(LOGIT_ROWS, self.ranks[0].prefill.chunk)
-        buffers = [rank.device.empty((rows, rank.shard.local.V), F32) for rank in self.ranks]
+        heads = [rank for rank in self._prefilling if rank.chooses]
+        buffers = [rank.device.empty((rows, rank.shard.local.V), F32) for rank in heads]
         for pos0 in range(0, len(ids), rows):
             part = ids[pos0 : pos0 + rows]
             with self._together():
-                for rank in self.ranks:
+                for rank in self._prefilling:
                     rank.prefill.put(part, pos0)
-                level([rank.prefill_chunk(len(part)) for rank in self.ranks])
-            for rank, buffer in zip(self.ranks, buffers, strict=True):
+                level([rank.prefill_chunk(len(part)) for rank in self._prefilling])
+            for rank, buffer in zip(heads, buffers, strict=True):
                 view = buffer.view((len(part), rank.shard.local.V))
                 rank.logits(len(part), view)
                 with self._naming_ranks():
@@ -254,17 +284,18 @@ class DeviceRunner:
         out, options = np.empty((len(ids), self.config.V), np.float32), StepOptions(skip=frozenset({"sample"}))
         for pos, token in enumerate(ids):
             with self._together():
-                for rank in self.ranks:
+                for rank in self._decoding:
                     rank.decode.sampler.set_position(token, pos)
-                level([rank.step(options) for rank in self.ranks])
+                level([rank.step(options) for rank in self._decoding])
             with self._naming_ranks():
-                for rank in self.ranks:
-                    out[pos, rank.shard.vocab] = rank.decode.logits.download()
+                for rank in self._decoding:
+                    if rank.chooses:
+                        out[pos, rank.shard.vocab] = rank.decode.logits.download()
         return out
 
     def capture_step(self, options: StepOptions) -> Step:
         """A step launched otherwise, to give to `replay`: for benches."""
-        return Step.create(self.ranks, options)
+        return Step.create(self._decoding, options)
 
     def replay(self, context: int, steps: int, step: Step | None = None) -> None:
         """Queue `steps` decode steps (or replays of `step`) from position `context` on: for benches.

@@ -72,7 +72,7 @@ def load_weights(
     check_shapes(shard, fp8)
     load = WeightLoader(dev, checkpoint, fp8=fp8, total=weight_bytes(shard, fp8), progress=progress)
     embed = load.matrix(Part.of_rows("model.embed_tokens.weight", table, range(c.V)))
-    layers = tuple(_load_layer(load, shard, f"model.layers.{i}.") for i in range(c.L))
+    layers = tuple(load_layer(load, shard, f"model.layers.{i}.") for i in range(c.L))
     norm = load.vector("model.norm.weight", c.D)
     if c.tied:
         head = embed.view((len(shard.vocab), c.D), shard.vocab.start * c.D)
@@ -82,7 +82,8 @@ def load_weights(
     return Weights(embed, layers, norm, Linear(head), fp8)
 
 
-def _load_layer(load: WeightLoader, shard: Shard, prefix: str) -> Layer:
+def load_layer(load: WeightLoader, shard: Shard, prefix: str) -> Layer:
+    """The layer whose tensors' names begin with `prefix`."""
     c, inner = shard.whole, shard.inner
     kv = shard.head_rows(shard.kv_heads)
     qkv = [

@@ -1,0 +1,67 @@
+"""A model in stages over several devices (qwen_raw/model/pipeline.py), beside the same on one.
+
+    python -m bench.pipeline [--devices 0,1 | --sim 2] [--model SPEC[:DTYPE] …] [--prompt 512] [--tokens 128]
+
+Ids and hashes of the logits are compared, and must be equal. `tok/s` is event time of decode steps back to back, the
+slowest device's, `one` that of one device; `hand-over` is what a step takes longer, over the hand-overs in it: a hidden
+state to every next stage, and the decode state back. Where stages share a GPU a step also loses dependent launches.
+TTFT is the host's time from the request to the first id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.common import command, save
+from bench.decode import split_spec, step_us
+from bench.hand_over import SMALLEST, add_arguments, compare, gpus_of, open_both, open_devices
+from qwen_raw.cli.arguments import Parser
+from qwen_raw.errors import UsageError
+from qwen_raw.model.pipeline import PipelineRunner
+
+MODELS = ("tiny-shakespeare:bf16", "random:7b:bf16", "random:7b:fp8")
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as people read it."""
+    text = f"{row['model']:24} {row['dtype']:5} {row['stages']} stages, prompt {row['prompt']}: "
+    text += f"{row['ids_equal']} ids equal"
+    if "tok_s" not in row:
+        return text
+    return (
+        f"{text}; {row['tok_s']:.1f} tok/s, one {row['one_tok_s']:.1f}, hand-over {row['hand_over_us']:.2f} µs; "
+        f"TTFT {row['ttft_ms']:.2f} ms, one {row['one_ttft_ms']:.2f}"
+    )
+
+
+def main() -> int:
+    parser = Parser("python -m bench.pipeline", description="a model in stages")
+    add_arguments(parser, "pipeline", MODELS, [512])
+    a = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with open_devices(a) as (devices, env, variant):
+        if len(devices) < 2:
+            raise UsageError("one device: there are at least two stages, as in --devices 0,0")
+        gpus = gpus_of(devices)
+        for spec in a.model or (MODELS if gpus else (SMALLEST,)):
+            one, staged = open_both(PipelineRunner, devices, spec, max(a.prompt) + 2 * a.tokens)
+            model, dtype = split_spec(spec)
+            for prompt in a.prompt:
+                row = {"model": model, "dtype": dtype, "stages": len(devices)}
+                row |= compare(one, staged, prompt, a.tokens, a.repeats if gpus else 0)
+                if gpus:
+                    alone, _ = step_us(gpus[:1], one, prompt, a.tokens, a.repeats, None)
+                    us, spread = step_us(gpus, staged, prompt, a.tokens, a.repeats, None)
+                    row |= {"tok_s": 1e6 / us, "spread": spread, "one_tok_s": 1e6 / alone,
+                            "hand_over_us": (us - alone) / len(devices)}  # fmt: skip
+                rows.append(row)
+                print(line(row), flush=True)
+                if gpus:
+                    save("pipeline", env, rows, a.output, variant)
+            one.close()
+            staged.close()
+    return 0
+
+
+if __name__ == "__main__":
+    command(main)
