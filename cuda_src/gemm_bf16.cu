@@ -10,15 +10,16 @@
 
 KERNEL_OCC(GEMM_THREADS, 2) void
 gemm_qkv_bf16(bf16* q,             // [T, H, HD]
-              bf16* k_cache,       // [KV, max_len, HD] of this layer
-              bf16* v_cache,       // [KV, max_len, HD]
+              void* k_cache,       // of this layer: include/kv_cache.cuh
+              void* v_cache,
+              uint8_t* fine,
               const uint16_t* a,   // [T, K] f16 bits
               const bf16* w,       // [(H + 2·KV)·HD, K]: Q rows, K rows, V rows
               const float* bias,   // [(H + 2·KV)·HD]
               const float2* rope,  // [max_len, HD/2] {cos, sin}
               const int32_t* span,  // {pos0, tokens}: position of row 0, and how many rows are no padding
-              int T, int H, int KV, int HD, int max_len, int K) {
-  gemm_qkv<GemmBf16<OperandF16>>(q, k_cache, v_cache, a, w, nullptr, bias, rope, span, T, H, KV, HD, max_len, K);
+              int T, int H, int KV, int HD, int max_len, int e4m3, int K) {
+  gemm_qkv<GemmBf16<OperandF16>>(q, KvCache{k_cache, v_cache, fine, e4m3, KV, max_len}, a, w, nullptr, bias, rope, span, T, H, HD, K);
 }
 
 KERNEL_OCC(GEMM_THREADS, 2) void

@@ -21,9 +21,9 @@
 #define SWIGLU(V, BLOCKS, ...) \
   NAME(swiglu, V, BLOCKS)(bf16* act, OPERANDS, int I, SIZES) { gemm_swiglu INSTANCE(__VA_ARGS__)(ARGS, act, I); }
 #define QKV(V, BLOCKS, ...)                                                                                                    \
-  NAME(qkv, V, BLOCKS)(bf16* q, bf16* k_cache, bf16* v_cache, OPERANDS, const float* bias, const float2* rope, const int32_t* span, int H, int KV,  \
-                       int shift, int max_len, SIZES) {                                                              \
-    gemm_qkv INSTANCE(__VA_ARGS__)(ARGS, QkvTarget{q, k_cache, v_cache, bias, rope, span, T, H, KV, shift, max_len});          \
+  NAME(qkv, V, BLOCKS)(bf16* q, void* k_cache, void* v_cache, uint8_t* fine, OPERANDS, const float* bias, const float2* rope, const int32_t* span, int H, int KV,  \
+                       int shift, int max_len, int e4m3, SIZES) {                                                          \
+    gemm_qkv INSTANCE(__VA_ARGS__)(ARGS, QkvTarget{q, {k_cache, v_cache, fine, e4m3, KV, max_len}, bias, rope, span, T, H, shift});          \
   }
 
 // (variant, blocks a multiprocessor, its shape): qwen_raw/kernels/gemm_sm90.py has the same table.

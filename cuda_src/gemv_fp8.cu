@@ -55,8 +55,9 @@ GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
     gemv_swiglu<Fma<WeightE4m3, C, R, true>>(act, h, g, w_gate, s_gate, w_up, s_up, I, K, eps, shared);                                     \
   }                                                                                                                                         \
   KERNEL_OCC(THREADS, QKV_BLOCKS) void gemv_qkv_fp8_c##C(bf16* q,            /* [H, HD] */                                                  \
-                                                     bf16* k_cache,      /* [KV, max_len, HD] of this layer */                              \
-                                                     bf16* v_cache,      /* [KV, max_len, HD] */                                            \
+                                                     void* k_cache,      /* of this layer: include/kv_cache.cuh */                          \
+                                                     void* v_cache,                                                                         \
+                                                     uint8_t* fine,                                                                         \
                                                      const float* h,     /* [K] */                                                          \
                                                      const bf16* g,      /* [K] */                                                          \
                                                      const e4m3* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */                   \
@@ -64,9 +65,9 @@ GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
                                                      const float* bias,  /* [(H + 2·KV)·HD] */                                              \
                                                      const float2* rope, /* [max_len, HD/2] {cos, sin} */                                   \
                                                      const int32_t* pos, /* [1] the token's position, < max_len */                          \
-                                                     int H, int KV, int log_half, int max_len, int K, float eps) {                          \
+                                                     int H, int KV, int log_half, int max_len, int e4m3, int K, float eps) {                \
     DYN_SHARED(float, shared);                                                                                                              \
-    gemv_qkv<Fma<WeightE4m3, C, R, true>>(q, k_cache, v_cache, h, g, w, scale, bias, rope, pos, H, KV, log_half, max_len, K, eps, shared);  \
+    gemv_qkv<Fma<WeightE4m3, C, R, true>>(q, KvCache{k_cache, v_cache, fine, e4m3, KV, max_len}, h, g, w, scale, bias, rope, pos, H, log_half, K, eps, shared); \
   }
 GEMV_NORMED(1, 8, 256, SWIGLU_C1_BLOCKS, QKV_C1_BLOCKS)
 GEMV_NORMED(2, 4, 512, 1, 1)

@@ -42,8 +42,9 @@ ROWS_PLAIN(16)
     rows_swiglu<MmaE4m3, TOKENS>(act, h, g, w_gate, s_gate, w_up, s_up, {ws, counters, S, K_block, G}, I, M, K, eps, shared);                             \
   }                                                                                                                               \
   KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_qkv_fp8_m##TOKENS(bf16* q,            /* [M, H, HD] */                                      \
-                                                        bf16* k_cache,      /* [KV, max_len, HD] of this layer */                 \
-                                                        bf16* v_cache,      /* [KV, max_len, HD] */                               \
+                                                        void* k_cache,      /* of this layer: include/kv_cache.cuh */             \
+                                                        void* v_cache,                                                            \
+                                                        uint8_t* fine,                                                            \
                                                         const float* h,     /* [M, K] */                                          \
                                                         const bf16* g,      /* [K] */                                             \
                                                         const e4m3* w,      /* [(H + 2·KV)·HD, K]: Q rows, K rows, V rows */      \
@@ -51,11 +52,11 @@ ROWS_PLAIN(16)
                                                         const float* bias,  /* [(H + 2·KV)·HD] */                                 \
                                                         const float2* rope, /* [max_len, HD/2] {cos, sin} */                      \
                                                         const int32_t* pos, /* [1] of token 0, pos + M <= max_len */              \
-                                                        ROWS_SPLIT, int H, int KV, int log_half, int max_len,       \
+                                                        ROWS_SPLIT, int H, int KV, int log_half, int max_len, int e4m3,           \
                                                         int M, int K, float eps) {                                                \
     DYN_SHARED(float, shared);                                                                                                    \
-    rows_qkv<MmaE4m3, TOKENS>(q, k_cache, v_cache, h, g, w, scale, bias, rope, pos, {ws, counters, S, K_block, G}, H, KV, log_half, max_len, M, K, eps,   \
-                              shared);                                                                                            \
+    const KvCache cache{k_cache, v_cache, fine, e4m3, KV, max_len};                                                               \
+    rows_qkv<MmaE4m3, TOKENS>(q, cache, h, g, w, scale, bias, rope, pos, {ws, counters, S, K_block, G}, H, log_half, M, K, eps, shared); \
   }
 ROWS_NORMED(4)
 ROWS_NORMED(8)

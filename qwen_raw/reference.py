@@ -23,10 +23,12 @@ from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress, logits_hash
 from qwen_raw.generation.sampling import choose
 from qwen_raw.generation.speculation import PassCounts
-from qwen_raw.model.rope import rope_table
+from qwen_raw.model.kv_fp8 import KVFit, fit
+from qwen_raw.model.rope import attention_factor, rope_table
 
 F32 = npt.NDArray[np.float32]
 Activations = Literal["fp32", "bf16"]
+KVDType = Literal["bf16", "fp8"]
 
 CHUNK = 256  # tokens of a prompt that go through the layers together: bounds the [H, CHUNK, S] scores
 
@@ -74,9 +76,14 @@ class ReferenceModel:
         *,
         quantize: bool = False,
         activations: Activations = "fp32",
+        kv: KVDType = "bf16",
         progress: Progress | None = None,
     ) -> None:
-        """`quantize`: first round linears that are not fp8 to e4m3, one scale a row, as --dtype fp8 does on a GPU."""
+        """`quantize`: first round linears that are not fp8 to e4m3, one scale a row, as --dtype fp8 does on a GPU.
+
+        `kv`: "fp8" rounds keys and values as an e4m3 cache does (qwen_raw/model/kv_fp8.py); "bf16" leaves them to
+        `activations`.
+        """
         self.config = config
         self.activations = activations
         report = progress or (lambda stage, done, total: None)
@@ -84,6 +91,7 @@ class ReferenceModel:
         for index in range(config.L):
             report("widening weights to fp32", index, config.L + 1)
             self.layers.append(_load_layer(checkpoint, index, quantize))
+        self.fits = [_fit(config, layer) for layer in self.layers] if kv == "fp8" else None
         self.embedding = _wide(checkpoint.tensors[EMBEDDING])  # [V, D]
         self.final_norm = _wide(checkpoint.tensors["model.norm.weight"])  # [D]
         self.head = self.embedding if config.tied else bf16_to_f32(checkpoint.linear("lm_head").bf16())  # [V, D]
@@ -121,20 +129,24 @@ class ReferenceModel:
         x = self.embedding[ids]
         for index, layer in enumerate(self.layers):
             h = self._store_normed(_rms_norm(x, layer.attn_norm, config.rms_eps))
-            x = x + self._attention(h, layer, cos, sin, cache.k[index], cache.v[index], past) @ layer.o.T
+            fit = self.fits[index] if self.fits else None
+            x = x + self._attention(h, layer, cos, sin, cache.k[index], cache.v[index], past, fit) @ layer.o.T
             h = self._store_normed(_rms_norm(x, layer.mlp_norm, config.rms_eps))
             gate_up = h @ layer.gate_up.T
             x = x + self._store(_silu(gate_up[:, : config.I]) * gate_up[:, config.I :]) @ layer.down.T
         cache.length = past + ids.size
         return x
 
-    def _attention(self, h: F32, layer: Layer, cos: F32, sin: F32, k_cache: F32, v_cache: F32, past: int) -> F32:
+    def _attention(
+        self, h: F32, layer: Layer, cos: F32, sin: F32, k_cache: F32, v_cache: F32, past: int, fit: KVFit | None
+    ) -> F32:
         """Causal attention of T new tokens. h [T, D]; caches [KV, capacity, HD] get rows past…past+T; → [T, H·HD]."""
         config, T = self.config, h.shape[0]
         H, KV, HD, S = config.H, config.KV, config.HD, past + h.shape[0]
         qkv = (h @ layer.qkv.T + layer.qkv_bias).reshape(T, H + 2 * KV, HD).transpose(1, 0, 2)  # [heads, T, HD]
-        k_cache[:, past:S] = self._store(_rotate(qkv[H : H + KV], cos, sin))
-        v_cache[:, past:S] = self._store(qkv[H + KV :])
+        k, v = self._store(_rotate(qkv[H : H + KV], cos, sin)), self._store(qkv[H + KV :])
+        k_cache[:, past:S] = fit.round_k(k) if fit else k
+        v_cache[:, past:S] = fit.round_v(v) if fit else v
         # Query head j reads KV head j // group, so the heads of one group lie side by side: [KV, group·T, HD].
         q = self._store(_rotate(qkv[:H], cos, sin)).reshape(KV, config.group * T, HD)
         scores = (q @ k_cache[:, :S].transpose(0, 2, 1)).reshape(KV, config.group, T, S) * np.float32(HD**-0.5)
@@ -260,6 +272,13 @@ def _load_layer(checkpoint: Checkpoint, index: int, quantize: bool) -> Layer:
         gate_up=np.concatenate([weight("mlp.gate_proj"), weight("mlp.up_proj")]),
         down=weight("mlp.down_proj"),
     )
+
+
+def _fit(config: ModelConfig, layer: Layer) -> KVFit:
+    """Of the layer's K and V rows."""
+    kv = slice(config.H * config.HD, None)
+    norms = np.sqrt(np.sum((layer.qkv[kv] * layer.attn_norm) ** 2, axis=1))
+    return fit(norms, layer.qkv_bias[kv], config.D, config.KV, config.HD, attention_factor(config))
 
 
 def _wide(tensor: Tensor) -> F32:

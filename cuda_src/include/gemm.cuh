@@ -9,7 +9,7 @@
 // grid: (ceil(N / 128), or ceil(pairs / 64) for SwiGLU and QKV, ceil(T / 64)); block: 256. bytes moved: A once per column block, W once per row block.
 // PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3); A, W 16-byte aligned. T, N, K need not be multiples of the tile.
 #pragma once
-#include "vec.cuh"
+#include "kv_cache.cuh"
 
 constexpr int GEMM_THREADS = 256, BM = 64, BN = 128, BK = 32, LDS = BK + 8;
 
@@ -237,11 +237,11 @@ DEVICE void gemm_swiglu(bf16* act, const uint16_t* a, const typename W::type* w_
 // Q, K and V with bias, RoPE on Q and K; Q to q, K and V to the cache at positions span.pos0 + t. Of T rows the first span.T are tokens:
 // the others are padding, computed and dropped. A graph is replayed with other spans, so they come from device memory.
 template <class W>
-DEVICE void gemm_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const uint16_t* a,
+DEVICE void gemm_qkv(bf16* q, const KvCache& cache, const uint16_t* a,
                      const typename W::type* w, const float* scale, const float* bias,
-                     const float2* rope, const int32_t* span, int T, int H, int KV, int HD, int max_len, int K) {
+                     const float2* rope, const int32_t* span, int T, int H, int HD, int K) {
   SHARED(GemmTile, sh);
-  const int half = HD / 2, pairs = (H + 2 * KV) * half, pos0 = span[0], tokens = min(T, span[1]);
+  const int half = HD / 2, KV = cache.KV, pairs = (H + 2 * KV) * half, pos0 = span[0], tokens = min(T, span[1]);
   float c[2][4][4];
   gemm_tile<W>(c, sh, a, RowsRotary<typename W::type>{w, pairs, K, half}, T, K);
   gemm_each_pair(c, tokens, pairs, [&](int t, int p, float x, float y) {
@@ -249,10 +249,10 @@ DEVICE void gemm_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const uint16_t* a,
     if (W::SCALED) x *= scale[n], y *= scale[n + half];
     x += bias[n], y += bias[n + half];
     const float2 cs = head < H + KV ? rope[int64_t(pos) * half + d] : make_float2(1.f, 0.f);  // {cos, sin}
-    bf16* out = head < H        ? q + (int64_t(t) * H + head) * HD
-                : head < H + KV ? k_cache + (int64_t(head - H) * max_len + pos) * HD
-                                : v_cache + (int64_t(head - H - KV) * max_len + pos) * HD;
-    out[d] = __float2bfloat16_rn(fmaf(x, cs.x, -y * cs.y));
-    out[d + half] = __float2bfloat16_rn(fmaf(y, cs.x, x * cs.y));
+    const float first = fmaf(x, cs.x, -y * cs.y), second = fmaf(y, cs.x, x * cs.y);
+    if (head >= H) return cache.append(head - H, pos, half, d, first, second, cache.slot(head - H, half, d));
+    bf16* out = q + (int64_t(t) * H + head) * HD + d;
+    out[0] = __float2bfloat16_rn(first);
+    out[half] = __float2bfloat16_rn(second);
   });
 }

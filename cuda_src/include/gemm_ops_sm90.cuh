@@ -71,7 +71,7 @@ DEVICE void gemm_swiglu(const GemmArgs& a, bf16* act, int I) {
 // The weights: whole heads.
 template <class Product, class Shape>
 DEVICE void gemm_qkv(const GemmArgs& a, const QkvTarget& to) {
-  const int half = 1 << to.shift, rows = (to.H + 2 * to.KV) * 2 * half;
+  const int half = 1 << to.shift, rows = to.heads() * 2 * half;
   if constexpr (Shape::FEW)
     gemm_run<Product, Shape>(a, rows, PairOperand<GEMM_P>{a.w, half, 2 * half, half}, QkvFewTokens<Shape>{to});
   else

@@ -5,6 +5,7 @@
 // warpgroup's half, of row 64·slab + 16·(warp % 4) + g + 8i (an output).
 #pragma once
 #include "gemm_sm90.cuh"
+#include "kv_cache.cuh"
 
 // The tokens and outputs of a consumer thread's sums.
 template <class Shape>
@@ -233,18 +234,16 @@ struct SwigluFewTokens {
 
 // ---- q, k, v with bias and RoPE; k and v into the cache: the pairs are dimensions d and d + HD/2 of a head -------------------------------
 struct QkvTarget {
-  bf16 *q, *k_cache, *v_cache;  // [T, H, HD], [KV, max_len, HD] twice
-  const float* bias;            // [(H + 2·KV)·HD]
-  const float2* rope;           // [max_len, HD/2] {cos, sin}
-  const int32_t* span;          // {pos0, how many rows are tokens}: the others are padding, computed and dropped
-  int T, H, KV, shift, max_len;  // T rows; HD = 2 << shift
+  bf16* q;  // [T, H, HD]
+  KvCache cache;
+  const float* bias;    // [(H + 2·KV)·HD]
+  const float2* rope;   // [max_len, HD/2] {cos, sin}
+  const int32_t* span;  // {pos0, how many rows are tokens}: the others are padding, computed and dropped
+  int T, H, shift;      // T rows; HD = 2 << shift
   DEVICE int tokens() const { return min(T, span[1]); }
-  DEVICE bool turns(int head) const { return head < H + KV; }
-  DEVICE bf16* row(int head, int t) const {
-    const int64_t HD = 2 << shift, pos = span[0] + t;
-    if (head < H) return q + (int64_t(t) * H + head) * HD;
-    return head < H + KV ? k_cache + ((head - H) * int64_t(max_len) + pos) * HD : v_cache + ((head - H - KV) * int64_t(max_len) + pos) * HD;
-  }
+  DEVICE int heads() const { return H + 2 * cache.KV; }
+  DEVICE bool turns(int head) const { return head < H + cache.KV; }
+  DEVICE bf16* row(int head, int t) const { return q + (int64_t(t) * H + head) * (2 << shift); }  // a query's
 };
 template <class Shape>
 struct QkvManyTokens {
@@ -260,7 +259,7 @@ struct QkvManyTokens {
   template <int HALF>
   DEVICE void store(const typename Shape::Sums& sum, int p, int q) const {
     each_pair_many<Shape, HALF>(
-        sum, p, q, to.tokens(), (to.H + 2 * to.KV) * HALF,
+        sum, p, q, to.tokens(), to.heads() * HALF,
         [&](int t, int n, const float(&x)[2], const float(&y)[2], uint32_t& first, uint32_t& second) {
           const int head = n / HALF, d = n % HALF, c = 2 * HALF * head + d;
           const float4 cs = to.turns(head) ? ld_global_f4(to.rope + int64_t(to.span[0] + t) * HALF + d) : make_float4(1.f, 0.f, 1.f, 0.f);
@@ -272,7 +271,9 @@ struct QkvManyTokens {
         [&](bool inside, int t, int n, const uint32_t(&firsts)[4], const uint32_t(&seconds)[4]) {
           const uint4 first = quad_transpose(firsts), second = quad_transpose(seconds);
           if (!inside) return;
-          bf16* out = to.row(n / HALF, t) + n % HALF;
+          const int head = n / HALF;
+          if (head >= to.H) return to.cache.append8(head - to.H, to.span[0] + t, HALF, n % HALF, first, second);
+          bf16* out = to.row(head, t) + n % HALF;
           *reinterpret_cast<uint4*>(out) = first;
           *reinterpret_cast<uint4*>(out + HALF) = second;
         });
@@ -282,13 +283,18 @@ template <class Shape>
 struct QkvFewTokens {
   QkvTarget to;
   DEVICE void operator()(const typename Shape::Sums& sum, int p, int q, ScaleNothing) const {
-    each_pair_few<Shape>(sum, p, q, to.tokens(), (to.H + 2 * to.KV) << to.shift, [&](int t, int n, float x, float y) {
+    each_pair_few<Shape>(sum, p, q, to.tokens(), to.heads() << to.shift, [&](int t, int n, float x, float y) {
       const int half = 1 << to.shift, head = n >> to.shift, d = n & (half - 1), c = 2 * half * head + d;
       const float2 cs = to.turns(head) ? to.rope[int64_t(to.span[0] + t) * half + d] : make_float2(1.f, 0.f);
       x += to.bias[c], y += to.bias[c + half];
+      const float first = fmaf(x, cs.x, -y * cs.y), second = fmaf(y, cs.x, x * cs.y);
+      if (head >= to.H) {
+        const KvCache& cache = to.cache;
+        return cache.append(head - to.H, to.span[0] + t, half, d, first, second, cache.slot(head - to.H, half, d));
+      }
       bf16* out = to.row(head, t) + d;
-      out[0] = __float2bfloat16_rn(fmaf(x, cs.x, -y * cs.y));
-      out[half] = __float2bfloat16_rn(fmaf(y, cs.x, x * cs.y));
+      out[0] = __float2bfloat16_rn(first);
+      out[half] = __float2bfloat16_rn(second);
     });
   }
 };

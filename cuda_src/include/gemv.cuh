@@ -19,6 +19,7 @@
 #pragma once
 #include "choose.cuh"
 #include "gemv_sums.cuh"
+#include "kv_cache.cuh"
 
 // Plain x, residual add: h[n] += scale[n]·(W·x)[n]. O-projection and down-projection.
 template <class Engine>
@@ -85,11 +86,10 @@ DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename
 
 // RMSNorm, then Q, K and V with bias, RoPE on Q and K, K and V appended to the cache at the token's position.
 template <class Engine>
-DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, const bf16* g, const typename Engine::W::type* w, const float* scale,
-                     const float* bias, const float2* rope, const int32_t* pos_ptr, int H, int KV, int log_half, int max_len, int K,
-                     float eps, float* shared) {
+DEVICE void gemv_qkv(bf16* q, const KvCache& cache, const float* h, const bf16* g, const typename Engine::W::type* w, const float* scale,
+                     const float* bias, const float2* rope, const int32_t* pos_ptr, int H, int log_half, int K, float eps, float* shared) {
   griddep_launch();
-  const int half = 1 << log_half, HD = 2 * half;
+  const int half = 1 << log_half, HD = 2 * half, KV = cache.KV;
   const Share units = block_share((H + 2 * KV) * half);
   const RowsRotary<typename Engine::W::type> at{w, K, units.begin, log_half};
   const Sums sums{shared, 2 * units.count};
@@ -101,11 +101,12 @@ DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, cons
     biases[j] = bias[at.index(j)];
     if (Engine::W::SCALED) scales[j] = scale[at.index(j)];
   }
+  const int own = units.begin + int(threadIdx.x), own_slot = cache.slot((own >> log_half) - H, half, own % half);  // of this thread's first unit
   griddep_wait();
   const int pos = *pos_ptr;
   const float ss = engine.normed(h, K);
   const float2* angles = rope + int64_t(pos) * half;
-  const float2 early = angles[(units.begin + int(threadIdx.x)) % half];  // of this thread's first unit
+  const float2 early = angles[own % half];
   engine.multiply(sums, at, K, ss);
   const float inv = sums.inverse_rms(K, eps);
   for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
@@ -114,11 +115,13 @@ DEVICE void gemv_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, cons
     if (Engine::W::SCALED) x *= scales[2 * u], y *= scales[2 * u + 1];
     x += biases[2 * u], y += biases[2 * u + 1];
     const float2 cs = head >= H + KV ? make_float2(1.f, 0.f) : u < int(blockDim.x) ? early : angles[d];  // {cos, sin}
-    bf16* out = head < H        ? q + head * HD
-                : head < H + KV ? k_cache + (int64_t(head - H) * max_len + pos) * HD
-                                : v_cache + (int64_t(head - H - KV) * max_len + pos) * HD;
-    out[d] = __float2bfloat16_rn(fmaf(x, cs.x, -y * cs.y));
-    out[d + half] = __float2bfloat16_rn(fmaf(y, cs.x, x * cs.y));
+    const float first = fmaf(x, cs.x, -y * cs.y), second = fmaf(y, cs.x, x * cs.y);
+    if (head >= H) {
+      cache.append(head - H, pos, half, d, first, second, u < int(blockDim.x) ? own_slot : cache.slot(head - H, half, d));
+    } else {
+      q[head * HD + d] = __float2bfloat16_rn(first);
+      q[head * HD + d + half] = __float2bfloat16_rn(second);
+    }
   }
 }
 

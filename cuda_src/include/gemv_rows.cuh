@@ -15,6 +15,7 @@
 // PRECOND  W, x 16-byte aligned.  PRECOND  counters zero (they return to it).
 #pragma once
 #include "gemv_mma.cuh"
+#include "kv_cache.cuh"
 
 // How the grid divides the product, and where splits meet: ws is squares [R, S, 16] fp32, then partial sums [S, M, N] fp32; counters [R].
 struct RowsSplit {
@@ -244,11 +245,12 @@ struct RowsSwiglu {
 template <bool SCALED, class T>
 struct RowsQkv {
   static constexpr bool PAIRED = true;
-  bf16 *q, *k_cache, *v_cache;
+  bf16* q;
+  KvCache cache;
   const float *scale, *bias;
   const float2* rope;
   const int32_t* pos_ptr;
-  int H, KV, log_half, max_len;
+  int H, log_half;
   RowsRotary<T> at;
   RowsRange range;
   float *biases, *scales;
@@ -263,17 +265,17 @@ struct RowsQkv {
   }
   DEVICE void after() { pos = *pos_ptr; }
   DEVICE void operator()(bool, int m, int j, float x, float y, float inverse) {
-    const int half = 1 << log_half, HD = 2 * half, p = range.begin + j / 2, head = p >> log_half, d = p % half;
+    const int half = 1 << log_half, HD = 2 * half, KV = cache.KV, p = range.begin + j / 2, head = p >> log_half, d = p % half;
     const int64_t at_pos = pos + m;
     x *= inverse, y *= inverse;
     if (SCALED) x *= scales[j], y *= scales[j + 1];
     x += biases[j], y += biases[j + 1];
     const float2 cs = head >= H + KV ? make_float2(1.f, 0.f) : rope[at_pos * half + d];  // {cos, sin}
-    bf16* out = head < H        ? q + (int64_t(m) * H + head) * HD
-                : head < H + KV ? k_cache + (int64_t(head - H) * max_len + at_pos) * HD
-                                : v_cache + (int64_t(head - H - KV) * max_len + at_pos) * HD;
-    out[d] = __float2bfloat16_rn(fmaf(x, cs.x, -y * cs.y));
-    out[d + half] = __float2bfloat16_rn(fmaf(y, cs.x, x * cs.y));
+    const float first = fmaf(x, cs.x, -y * cs.y), second = fmaf(y, cs.x, x * cs.y);
+    if (head >= H) return cache.append(head - H, at_pos, half, d, first, second, cache.slot(head - H, half, d));
+    bf16* out = q + (int64_t(m) * H + head) * HD + d;
+    out[0] = __float2bfloat16_rn(first);
+    out[half] = __float2bfloat16_rn(second);
   }
 };
 
@@ -323,13 +325,14 @@ DEVICE void rows_swiglu(bf16* act, const float* h, const bf16* g, const typename
 }
 
 template <class W, int TOKENS>
-DEVICE void rows_qkv(bf16* q, bf16* k_cache, bf16* v_cache, const float* h, const bf16* g, const typename W::type* w, const float* scale,
-                     const float* bias, const float2* rope, const int32_t* pos, const RowsSplit& split, int H, int KV, int log_half,
-                     int max_len, int M, int K, float eps, float* shared) {
+DEVICE void rows_qkv(bf16* q, const KvCache& cache, const float* h, const bf16* g, const typename W::type* w, const float* scale,
+                     const float* bias, const float2* rope, const int32_t* pos, const RowsSplit& split, int H, int log_half, int M, int K,
+                     float eps, float* shared) {
+  const int KV = cache.KV;
   griddep_launch();
   const RowsRange range = rows_range((H + 2 * KV) << log_half, 2, split.S);
   const RowsRotary<typename W::type> rows{w, K, range.begin, log_half};
-  RowsQkv<W::SCALED, typename W::type> op{q, k_cache, v_cache, scale, bias, rope, pos, H, KV, log_half, max_len, rows, range};
+  RowsQkv<W::SCALED, typename W::type> op{q, cache, scale, bias, rope, pos, H, log_half, rows, range};
   rows_product<RowsEngine<W, 2, TOKENS>, true, TOKENS>(op, rows, range, split, h, g, (H + 2 * KV) << (log_half + 1), M, K, eps, shared);
 }
 

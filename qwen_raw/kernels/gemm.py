@@ -8,6 +8,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, F32, Arg, Buffer, Device
 from qwen_raw.errors import require
+from qwen_raw.kernels.kv_cache import cache_args
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear, check_span
 
 THREADS, BM, BN = 256, 64, 128
@@ -47,9 +48,11 @@ class Gemm:
         bias: Buffer,
         rope: Buffer,
         span: Buffer,
+        fine: Buffer | None = None,
     ) -> None:
         """q bf16 [T, H, HD], and rows pos0 … of both caches [KV, max_len, HD], from A f16 [T, K].
 
+        Caches are bf16, or e4m3 with `fine` (qwen_raw/kernels/kv_cache.py).
         bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}; span int32 [2]: {pos0, how many of the T rows are
         tokens}; the others are written nowhere.
         """
@@ -59,13 +62,12 @@ class Gemm:
         )
         require(HD % 2 == 0, f"head_dim {HD} is odd")
         check_buffer(q, (a.shape[0], H, HD), BF16, "q")
-        check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
-        check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
+        cache = cache_args(k_cache, v_cache, fine, KV, max_len, HD)
         check_buffer(bias, (w.N,), F32, "bias")
         check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
         check_span(span)
-        args = [q, k_cache, v_cache, a, *self._weights(w), bias, rope, span]
-        self._launch(dev, "qkv", -(-w.N // BN), a, [w], args, [T, H, KV, HD, max_len, w.K])
+        args = [*cache.with_pointers(q), a, *self._weights(w), bias, rope, span]
+        self._launch(dev, "qkv", -(-w.N // BN), a, [w], args, [T, H, KV, HD, max_len, int(cache.e4m3), w.K])
 
     def add(self, dev: Device, h: Buffer, a: Buffer, w: Linear) -> None:
         """h f32 [T, N] += A·Wᵀ, A bf16 [T, K]."""

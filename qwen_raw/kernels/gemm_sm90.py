@@ -8,6 +8,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, E4M3, F32, U32, Arg, BoxShape, Buffer, Device, TensorMap
 from qwen_raw.errors import QwenRawError, require
+from qwen_raw.kernels.kv_cache import cache_args
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear, check_span
 
 THREADS, P_ROWS, ROW_BYTES = 384, 128, 128  # as in include/gemm_sm90.cuh
@@ -145,9 +146,11 @@ class GemmSm90:
         rope: Buffer,
         span: Buffer,
         choice: Choice | None = None,
+        fine: Buffer | None = None,
     ) -> None:
         """q bf16 [T, H, HD], and rows pos0 … of both caches [KV, max_len, HD], from x [T, K].
 
+        Caches are bf16, or e4m3 with `fine` (qwen_raw/kernels/kv_cache.py).
         bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}; span int32 [2]: {pos0, how many of the T rows are
         tokens}; the others are written nowhere.
         """
@@ -157,12 +160,11 @@ class GemmSm90:
         require(HD in (64, 128), f"head_dim {HD}: this kernel has 64 and 128")
         check_span(span)
         check_buffer(q, (x.values.shape[0], H, HD), BF16, "q")
-        check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
-        check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
+        cache = cache_args(k_cache, v_cache, fine, KV, max_len, HD)
         check_buffer(bias, (w.N,), F32, "bias")
         check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
-        dims = [H, KV, (HD // 2).bit_length() - 1, max_len]
-        self._launch(dev, "qkv", choice, [q, k_cache, v_cache], x, [w], [bias, rope, span], dims)
+        dims = [H, KV, (HD // 2).bit_length() - 1, max_len, int(cache.e4m3)]
+        self._launch(dev, "qkv", choice, [q, *cache.pointers], x, [w], [bias, rope, span], dims)
 
     def swiglu(
         self, dev: Device, act: Buffer, x: Tokens, gate: Linear, up: Linear, choice: Choice | None = None

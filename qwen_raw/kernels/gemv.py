@@ -8,6 +8,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, F32, I32, Arg, Buffer, Device, Kernel
 from qwen_raw.errors import QwenRawError, require
+from qwen_raw.kernels.kv_cache import cache_args
 from qwen_raw.kernels.linear import Linear, check_buffer, weight_args
 from qwen_raw.kernels.sample import SLOTS, Sampler, sample
 
@@ -123,11 +124,13 @@ class Gemv:
         pos: Buffer,
         eps: float,
         *,
+        fine: Buffer | None = None,
         pdl: bool = False,
         grid: int | None = None,
     ) -> None:
         """q bf16 [H, HD], and row `pos` of both caches [KV, max_len, HD], from h f32 [K].
 
+        Caches are bf16, or e4m3 with `fine` (qwen_raw/kernels/kv_cache.py).
         bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}; pos int32 [1] on the device, below max_len.
         """
         (H, HD), (KV, max_len, _) = q.shape, k_cache.shape
@@ -136,15 +139,14 @@ class Gemv:
         )
         require(HD >= 2 and HD & (HD - 1) == 0, f"head_dim {HD} is not a power of two")
         check_buffer(q, (H, HD), BF16, "q")
-        check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
-        check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
+        cache = cache_args(k_cache, v_cache, fine, KV, max_len, HD)
         check_buffer(h, (w.K,), F32, "h")
         check_buffer(g, (w.K,), BF16, "g")
         check_buffer(bias, (w.N,), F32, "bias")
         check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
         require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
-        dims = [np.int32(n) for n in (H, KV, HD.bit_length() - 2, max_len, w.K)]
-        args = [q, k_cache, v_cache, h, g, *weight_args(self.fp8, w), bias, rope, pos, *dims, np.float32(eps)]
+        dims = [np.int32(n) for n in (H, KV, HD.bit_length() - 2, max_len, cache.e4m3, w.K)]
+        args = [*cache.with_pointers(q), h, g, *weight_args(self.fp8, w), bias, rope, pos, *dims, np.float32(eps)]
         self._launch(dev, "qkv", w.N // 2, 2, w.K, args, pdl, grid)
 
     def logits(

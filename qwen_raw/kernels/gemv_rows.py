@@ -8,6 +8,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, F32, I32, U32, Arg, Buffer, Device
 from qwen_raw.errors import QwenRawError, require
+from qwen_raw.kernels.kv_cache import cache_args
 from qwen_raw.kernels.linear import Linear, check_buffer, weight_args
 
 WARP = 32
@@ -198,11 +199,13 @@ class GemvRows:
         eps: float,
         ws: RowsWorkspace,
         *,
+        fine: Buffer | None = None,
         pdl: bool = False,
         R: int | None = None,
     ) -> None:
         """q bf16 [M, H, HD], and rows pos … pos + M - 1 of both caches [KV, max_len, HD], from h f32 [M, K].
 
+        Caches are bf16, or e4m3 with `fine` (qwen_raw/kernels/kv_cache.py).
         bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}; pos int32 [1] on the device, pos + M at most max_len.
         """
         (M, H, HD), (KV, max_len, _) = q.shape, k_cache.shape
@@ -212,15 +215,14 @@ class GemvRows:
         require(HD >= 2 and HD & (HD - 1) == 0, f"head_dim {HD} is not a power of two")
         require(max_len >= M, f"{M} rows, the cache holds {max_len}")
         check_buffer(q, (M, H, HD), BF16, "q")
-        check_buffer(k_cache, (KV, max_len, HD), BF16, "k_cache")
-        check_buffer(v_cache, (KV, max_len, HD), BF16, "v_cache")
+        cache = cache_args(k_cache, v_cache, fine, KV, max_len, HD)
         check_buffer(h, (M, w.K), F32, "h")
         check_buffer(g, (w.K,), BF16, "g")
         check_buffer(bias, (w.N,), F32, "bias")
         check_buffer(rope, (max_len, HD // 2, 2), F32, "rope")
         require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
-        args = [q, k_cache, v_cache, h, g, *weight_args(self.fp8, w), bias, rope, pos]
-        dims: list[Arg] = [np.int32(n) for n in (H, KV, HD.bit_length() - 2, max_len, M, w.K)]
+        args = [*cache.with_pointers(q), h, g, *weight_args(self.fp8, w), bias, rope, pos]
+        dims: list[Arg] = [np.int32(n) for n in (H, KV, HD.bit_length() - 2, max_len, cache.e4m3, M, w.K)]
         self._launch(dev, "qkv", M, w.N // 2, 2, w.K, args, [*dims, np.float32(eps)], ws, pdl, R)
 
     def logits(

@@ -50,6 +50,7 @@ class Products(RowProducts, Protocol):
         bias: Buffer,
         rope: Buffer,
         span: Buffer,
+        fine: Buffer | None = None,
     ) -> None:
         """q, and the tokens' rows of both caches, from the normalised input."""
 
@@ -85,9 +86,10 @@ class MmaProducts:
         bias: Buffer,
         rope: Buffer,
         span: Buffer,
+        fine: Buffer | None = None,
     ) -> None:
         """See Products."""
-        self.gemm.qkv(dev, q, k_cache, v_cache, a, w, bias, rope, span)
+        self.gemm.qkv(dev, q, k_cache, v_cache, a, w, bias, rope, span, fine)
 
     def swiglu(self, dev: Device, act: Buffer, a: Buffer, gate: Linear, up: Linear) -> None:
         """See Products."""
@@ -136,9 +138,10 @@ class Sm90Products:
         bias: Buffer,
         rope: Buffer,
         span: Buffer,
+        fine: Buffer | None = None,
     ) -> None:
         """See Products."""
-        self.gemm.qkv(dev, q, k_cache, v_cache, self._tokens(dev, a), w, bias, rope, span)
+        self.gemm.qkv(dev, q, k_cache, v_cache, self._tokens(dev, a), w, bias, rope, span, fine=fine)
 
     def swiglu(self, dev: Device, act: Buffer, a: Buffer, gate: Linear, up: Linear) -> None:
         """See Products."""
