@@ -54,32 +54,32 @@ DEVICE Split split_of(int len, int log_cluster, int log_keys) {
   return s;
 }
 
-// All this block's keys, its steps TILES (one or two) at a time; the tiles of the first are in flight. Keys before `seen` are masked for no row.
-template <int HD, int NT, int TILES>
-DEVICE void attend(AttnState<HD, NT>& st, const uint4 (&q)[NT][HD / 32], AttnTile<HD> (&tile)[TILES], const bf16* k, const bf16* v,
-                   int begin, int end, int seen, const int (&limit)[NT][2], float scale_log2) {
+// All this block's keys, its steps TILES at a time; the tiles of the first are in flight. Keys before `seen` are masked for no row.
+template <class F, int HD, int NT, int TILES>
+DEVICE void attend(AttnState<HD, NT>& st, const AttnQuery<F, HD> (&q)[NT], AttnTile<F, HD> (&tile)[TILES], const AttnHead<F>& head, int begin, int end, int seen, const int (&limit)[NT][2], float scale_log2) {
   attn_init(st);
   for (int k0 = begin; k0 < end; k0 += TILES * STEP) {
     float s[TILES][NT][4];
-    const bool whole = k0 + (TILES - 1) * STEP < end;  // all tiles have keys
     const int next = k0 + TILES * STEP;
-    attn_scores<HD, NT>(s[0], q, tile[0]);
-    if (TILES > 1 && whole)
-      attn_scores<HD, NT>(s[TILES - 1], q, tile[TILES - 1]);
-    else if (TILES > 1)
-      attn_no_scores<NT>(s[TILES - 1]);
 #pragma unroll
     for (int i = 0; i < TILES; i++)
-      if (next + i * STEP < end) attn_fetch_k<HD>(tile[i], k, next + i * STEP, 0, end - 1);
+      if (i == 0 || k0 + i * STEP < end)
+        attn_scores<F, HD, NT>(s[i], q, tile[i]);
+      else
+        attn_no_scores<NT>(s[i]);
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+      if (next + i * STEP < end) attn_fetch_k<F, HD>(tile[i], head, next + i * STEP, 0, end - 1);
     if (k0 + (TILES - 1) * STEP + ATTN_KEYS > seen)
 #pragma unroll
       for (int i = 0; i < TILES; i++) attn_mask<NT>(s[i], k0 + i * STEP, limit);
     attn_softmax<HD, NT, TILES>(st, s, scale_log2, k0 == begin);
-    attn_values<HD, NT>(st, s[0], tile[0]);
-    if (TILES > 1 && whole) attn_values<HD, NT>(st, s[TILES - 1], tile[TILES - 1]);
 #pragma unroll
     for (int i = 0; i < TILES; i++)
-      if (next + i * STEP < end) attn_fetch_v<HD>(tile[i], v, next + i * STEP, 0, end - 1);
+      if (i == 0 || k0 + i * STEP < end) attn_values<F, HD, NT>(st, s[i], tile[i]);
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+      if (next + i * STEP < end) attn_fetch_v<F, HD>(tile[i], head, next + i * STEP, 0, end - 1);
   }
 }
 
@@ -196,9 +196,10 @@ DEVICE void finish(bf16* out, Shared<HD, NT>& sh, const Rows<HD, NT>& rows, cons
   }
 }
 
-template <int HD, int NT, int TILES>
-DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache, float4* part, float2* part_ml, uint32_t* arrivals,
-                        const int32_t* pos_ptr, int T, int G, int max_len, int log_cluster, int log_keys, float scale_log2) {
+template <class F, int HD, int NT, int TILES>
+DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_cache, const typename F::Element* v_cache, const uint8_t* fine,
+                        float4* part, float2* part_ml, uint32_t* arrivals, const int32_t* pos_ptr, int T, int G, int max_len, int log_cluster,
+                        int log_keys, float scale_log2) {
   constexpr int R = 8 * NT;
   DYN_SHARED(unsigned char, dynamic);
   auto& sh = *reinterpret_cast<Shared<HD, NT>*>(dynamic);
@@ -210,25 +211,27 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf1
   }
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, kv = blockIdx.z;
   const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP, 0);  // so that the compiler knows it to be the same in all lanes
-  const bf16 *k = k_cache + int64_t(kv) * max_len * HD, *v = v_cache + int64_t(kv) * max_len * HD;
+  const int64_t first_row = int64_t(kv) * max_len;
+  const AttnHead<F> head = {k_cache + first_row * HD, v_cache + first_row * HD, fine + first_row * FINE};
   const int pos = *pos_ptr;
   Split s = split_of(pos + (NT == 1 ? 1 : T), log_cluster, log_keys);
   if (s.alone() ? blockIdx.x > 0 : s.cluster >= s.clusters) return;
 
   // Keys of the first step. Rows from pos on belong to the launch before this one.
-  AttnTile<HD> tile[TILES];
+  AttnTile<F, HD> tile[TILES];
   int k0[TILES];
 #pragma unroll
   for (int i = 0; i < TILES; i++) {
     k0[i] = s.begin + i * STEP + warp * ATTN_KEYS;
     if (k0[i] >= min(s.end, pos)) continue;
-    attn_fetch_k<HD>(tile[i], k, k0[i], 0, pos - 1);
-    attn_fetch_v<HD>(tile[i], v, k0[i], 0, pos - 1);
+    attn_fetch_k<F, HD>(tile[i], head, k0[i], 0, pos - 1);
+    attn_fetch_v<F, HD>(tile[i], head, k0[i], 0, pos - 1);
   }
   // Whatever else can be known before the wait.
   Rows<HD, NT> rows = {int(blockIdx.y) * R, 0, G, (kv * G + int(blockIdx.y) * R) * HD};
   rows.count = min(R, (NT == 1 ? G : T * G) - rows.first);
   settle(rows.at);
+  const uint32_t fine_dims = F::FINE_PARTS ? attn_fine_dims<HD>(fine_pairs(fine, int(gridDim.z), max_len, HD / 2, kv)) : 0;
   int limit[NT][2], q_at[NT];
 #pragma unroll
   for (int n = 0; n < NT; n++) {
@@ -245,17 +248,17 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf1
   settle(s.clusters), settle(s.sources);
   griddep_wait();
 
-  uint4 qf[NT][HD / 32];
+  AttnQuery<F, HD> query[NT];
 #pragma unroll
-  for (int n = 0; n < NT; n++) attn_load_row<HD>(qf[n], q_at[n] >= 0 ? q + q_at[n] : nullptr);
+  for (int n = 0; n < NT; n++) attn_load_row<F, HD>(query[n], q_at[n] >= 0 ? q + q_at[n] : nullptr, fine_dims);
 #pragma unroll
   for (int i = 0; i < TILES; i++) {
     if (k0[i] >= s.end || k0[i] + ATTN_KEYS <= pos) continue;
-    attn_fetch_k<HD>(tile[i], k, k0[i], pos, s.end - 1);
-    attn_fetch_v<HD>(tile[i], v, k0[i], pos, s.end - 1);
+    attn_fetch_k<F, HD>(tile[i], head, k0[i], pos, s.end - 1);
+    attn_fetch_v<F, HD>(tile[i], head, k0[i], pos, s.end - 1);
   }
   AttnState<HD, NT> st;
-  attend<HD, NT, TILES>(st, qf, tile, k, v, k0[0], s.end, rows.limit(0, pos, s.end), limit, scale_log2);
+  attend<F, HD, NT, TILES>(st, query, tile, head, k0[0], s.end, rows.limit(0, pos, s.end), limit, scale_log2);
   publish<HD, NT>(sh.warp[warp], sh.ml[warp], st);
   __syncthreads();
   if (s.begin < s.end) hand_over(out, sh, rows, s, log_cluster);
@@ -265,20 +268,25 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf1
   finish(out, sh, rows, s, log_cluster, part + int64_t(tile_row) * clusters * (HD / 4), part_ml + tile_row * clusters, arrivals + tile_row);
 }
 
-#define ATTN_DECODE(HD, NT, TILES)                                                                                                        \
-  KERNEL_OCC(WARPS * WARP, 1) void attn_decode_bf16_hd##HD##_n##NT(                                                                       \
-      bf16* out,           /* [T, H, HD] */                                                                                               \
-      const bf16* q,       /* [T, H, HD] */                                                                                               \
-      const bf16* k_cache, /* [KV, max_len, HD] */                                                                                        \
-      const bf16* v_cache, /* [KV, max_len, HD] */                                                                                        \
-      float4* part,        /* [KV·grid.y, clusters, 8·NT, HD] */                                                                          \
-      float2* part_ml,     /* [KV·grid.y, clusters, 8·NT] */                                                                              \
-      uint32_t* arrivals,  /* [KV·grid.y, 8·NT] */                                                                                        \
-      const int32_t* pos,  /* [1]: of the first of the T tokens */                                                                        \
-      int T, int G, int max_len, int log_cluster, int log_keys, float scale_log2) {                                                       \
-    attn_decode<HD, NT, TILES>(out, q, k_cache, v_cache, part, part_ml, arrivals, pos, T, G, max_len, log_cluster, log_keys, scale_log2); \
+#define ATTN_DECODE(F, NAME, HD, NT, TILES)                                                                                                 \
+  KERNEL_OCC(WARPS * WARP, 1) void attn_decode_##NAME##_hd##HD##_n##NT(                                                                     \
+      bf16* out,                 /* [T, H, HD] */                                                                                           \
+      const bf16* q,             /* [T, H, HD] */                                                                                           \
+      const F::Element* k_cache, /* [KV, max_len, HD] */                                                                                    \
+      const F::Element* v_cache, /* [KV, max_len, HD] */                                                                                    \
+      const uint8_t* fine,       /* of an e4m3 cache: include/kv_cache.cuh */                                                               \
+      float4* part,              /* [KV·grid.y, clusters, 8·NT, HD] */                                                                      \
+      float2* part_ml,           /* [KV·grid.y, clusters, 8·NT] */                                                                          \
+      uint32_t* arrivals,        /* [KV·grid.y, 8·NT] */                                                                                    \
+      const int32_t* pos,        /* [1]: of the first of the T tokens */                                                                    \
+      int T, int G, int max_len, int log_cluster, int log_keys, float scale_log2) {                                                         \
+    attn_decode<F, HD, NT, TILES>(out, q, k_cache, v_cache, fine, part, part_ml, arrivals, pos, T, G, max_len, log_cluster, log_keys, scale_log2);\
   }
-ATTN_DECODE(64, 1, 2)
-ATTN_DECODE(128, 1, 2)
-ATTN_DECODE(64, 2, 1)
-ATTN_DECODE(128, 2, 1)
+ATTN_DECODE(CacheBf16, bf16, 64, 1, 2)
+ATTN_DECODE(CacheBf16, bf16, 128, 1, 2)
+ATTN_DECODE(CacheBf16, bf16, 64, 2, 1)
+ATTN_DECODE(CacheBf16, bf16, 128, 2, 1)
+ATTN_DECODE(CacheE4m3, e4m3, 64, 1, 4)
+ATTN_DECODE(CacheE4m3, e4m3, 128, 1, 4)
+ATTN_DECODE(CacheE4m3, e4m3, 64, 2, 2)
+ATTN_DECODE(CacheE4m3, e4m3, 128, 2, 2)

@@ -11,22 +11,24 @@
 
 constexpr int WARPS = 4;
 
-template <int HD>
-DEVICE void attn_prefill(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache,
+template <class F, int HD>
+DEVICE void attn_prefill(bf16* out, const bf16* q, const typename F::Element* k_cache, const typename F::Element* v_cache, const uint8_t* fine,
                          const int32_t* span, int H, int KV, int max_len, float scale_log2) {
   const int pos0 = span[0], T = span[1];
   const int h = blockIdx.y, kv = h / (H / KV), g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const int t0 = ((int(gridDim.x) - 1 - int(blockIdx.x)) * WARPS + int(threadIdx.x) / WARP) * ATTN_ROWS;
   if (t0 >= T) return;
   const int row[2] = {t0 + g, t0 + g + 8};
-  uint32_t qf[HD / 16][4];
-  attn_load_q<HD>(qf, row[0] < T ? q + (int64_t(row[0]) * H + h) * HD : nullptr,
-                  row[1] < T ? q + (int64_t(row[1]) * H + h) * HD : nullptr);
-  const bf16 *k = k_cache + int64_t(kv) * max_len * HD, *v = v_cache + int64_t(kv) * max_len * HD;
+  uint32_t qf[HD / 16][4], fine_q[4];
+  const bf16 *q0 = row[0] < T ? q + (int64_t(row[0]) * H + h) * HD : nullptr, *q1 = row[1] < T ? q + (int64_t(row[1]) * H + h) * HD : nullptr;
+  attn_load_q<F, HD>(qf, q0, q1);
+  if constexpr (F::FINE_PARTS) attn_load_fine_q<HD>(fine_q, q0, q1, fine_pairs(fine, KV, max_len, HD / 2, kv));
+  const int64_t first = int64_t(kv) * max_len;
+  const AttnHead<F> head = {k_cache + first * HD, v_cache + first * HD, fine + first * FINE};
   const int end = pos0 + min(T, t0 + ATTN_ROWS), limit[2] = {pos0 + row[0] + 1, pos0 + row[1] + 1};
   AttnState<HD> st;
   attn_init<HD>(st);
-  for (int k0 = 0; k0 < end; k0 += ATTN_KEYS) attn_step<HD>(st, qf, k, v, k0, end - 1, limit, scale_log2);
+  for (int k0 = 0; k0 < end; k0 += ATTN_KEYS) attn_step<F, HD>(st, qf, fine_q, head, k0, end - 1, limit, scale_log2);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float inv = 1.f / attn_row_sum(st.l[r]);  // every row sees at least key 0
@@ -50,14 +52,17 @@ constexpr int OCC = 2;
 constexpr int OCC = 3;
 #endif
 
-#define ATTN_PREFILL(HD)                                                                                               \
-  KERNEL_OCC(WARPS * WARP, OCC) void attn_prefill_bf16_hd##HD(bf16* out,           /* [T, H, HD] */                    \
-                                                     const bf16* q,       /* [T, H, HD], rotated */                    \
-                                                     const bf16* k_cache, /* [KV, max_len, HD] */                      \
-                                                     const bf16* v_cache, /* [KV, max_len, HD] */                      \
-                                                     const int32_t* span, /* {pos0, T} */                              \
-                                                     int H, int KV, int max_len, float scale_log2) {                   \
-    attn_prefill<HD>(out, q, k_cache, v_cache, span, H, KV, max_len, scale_log2);                                      \
+#define ATTN_PREFILL(F, NAME, HD)                                                                                      \
+  KERNEL_OCC(WARPS * WARP, OCC) void attn_prefill_##NAME##_hd##HD(bf16* out,                 /* [T, H, HD] */          \
+                                                       const bf16* q,             /* [T, H, HD], rotated */            \
+                                                       const F::Element* k_cache, /* [KV, max_len, HD] */              \
+                                                       const F::Element* v_cache, /* [KV, max_len, HD] */              \
+                                                       const uint8_t* fine,       /* kv_cache.cuh */                   \
+                                                       const int32_t* span,       /* {pos0, T} */                      \
+                                                       int H, int KV, int max_len, float scale_log2) {                 \
+    attn_prefill<F, HD>(out, q, k_cache, v_cache, fine, span, H, KV, max_len, scale_log2);                             \
   }
-ATTN_PREFILL(64)
-ATTN_PREFILL(128)
+ATTN_PREFILL(CacheBf16, bf16, 64)
+ATTN_PREFILL(CacheBf16, bf16, 128)
+ATTN_PREFILL(CacheE4m3, e4m3, 64)
+ATTN_PREFILL(CacheE4m3, e4m3, 128)

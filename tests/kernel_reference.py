@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f32_to_bf16, quantize_rows_e4m3
+from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f32_to_bf16, f32_to_e4m3, quantize_rows_e4m3
+from qwen_raw.kernels.kv_cache import COARSE, FINE_PAIRS
 from qwen_raw.kernels.linear import Linear
 
 Array = np.ndarray[Any, Any]
@@ -84,3 +85,30 @@ def assert_sums_close(got: Array, want: Array, terms: Array, *, what: str, bits:
     """fp32 sums: within 2^-bits of the sum of their terms' magnitudes, which they may be far smaller than."""
     error, limit = np.abs(np.asarray(got, np.float64) - want), np.asarray(terms, np.float64) * 2.0**-bits
     assert (error <= limit).all(), f"{what}: off by {(error / limit).max():.1f} times the tolerance"
+
+
+def fine_tables(rng: np.random.Generator, KV: int, HD: int) -> tuple[Array, Array]:
+    """(slots uint8 [KV, HD/2], pairs uint8 [KV, FINE_PAIRS]) of pairs chosen at random, the last one among them."""
+    slots, last = np.full((KV, HD // 2), COARSE, np.uint8), HD // 2 - 1
+    pairs = np.stack([np.r_[np.sort(rng.choice(last, FINE_PAIRS - 1, replace=False)), last] for _ in range(KV)])
+    np.put_along_axis(slots, pairs, np.arange(FINE_PAIRS, dtype=np.uint8)[None], 1)
+    return slots, pairs.astype(np.uint8)
+
+
+def fp8_cache(rng: np.random.Generator, KV: int, max_len: int, HD: int, n: int) -> tuple[Array, ...]:
+    """An e4m3 cache with n keys, its other rows NaN: k, v, fine (kv_cache.cuh), and the float64 values of K and V.
+
+    Pairs with a second part are thirty times as large as the others: without it the scores would be wrong.
+    """
+    slots, pairs = fine_tables(rng, KV, HD)
+    K, V = (rng.standard_normal((KV, max_len, HD)).astype(np.float32) for _ in range(2))
+    dims = np.concatenate([pairs, pairs + HD // 2], axis=1).astype(np.int64)  # [KV, FINE]
+    heads, keys, dims = np.arange(KV)[:, None, None], np.arange(max_len)[None, :, None], dims[:, None]
+    K[heads, keys, dims] += 30 * rng.standard_normal((KV, 1, dims.shape[-1])).astype(np.float32)
+    k, v = f32_to_e4m3(K), f32_to_e4m3(V)
+    whole = e4m3_to_f32(k).astype(np.float64)
+    codes = f32_to_e4m3(K[heads, keys, dims] - e4m3_to_f32(k)[heads, keys, dims])
+    whole[heads, keys, dims] += e4m3_to_f32(codes)
+    values = e4m3_to_f32(v).astype(np.float64)
+    k[:, n:], v[:, n:], codes[:, n:] = 0x7F, 0x7F, 0x7F
+    return k, v, np.concatenate([part.reshape(-1) for part in (codes, slots, pairs)]), whole, values

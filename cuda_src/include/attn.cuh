@@ -6,9 +6,10 @@
 //         the eight neighbours 32j + 8t … 32j + 8t + 7, the same for Q and K: one pack feeds two k-steps.
 //   P·V   the output's column n = g of tile e is dimension 64j + 8g + e: a thread reads packs of eight neighbours of four keys and
 //         pairs them by key; at the end it owns the sixteen neighbouring dimensions 64j + 16t … 64j + 16t + 15 of rows g and g + 8.
-// Scores and sums are fp32; P is rounded to bf16 for the second product, as everywhere in the field.
+// Scores and sums are fp32; P is rounded to 16 bits for the second product, as everywhere in the field. With an e4m3 cache packs are 8
+// bytes and operands f16, and second parts of keys are 16 more dimensions of Q·Kᵀ, as in attn_keys.cuh.
 #pragma once
-#include "vec.cuh"
+#include "attn_format.cuh"
 
 constexpr int ATTN_ROWS = 16;  // query rows of one warp: the mma's M
 constexpr int ATTN_KEYS = 16;  // keys of one step
@@ -30,52 +31,75 @@ DEVICE void attn_init(AttnState<HD>& s) {
 }
 
 // Q fragments from the rows of this thread: q0 and q1 point at rows g and g + 8 (HD bf16 each), or are null for a row that is not there.
-template <int HD>
+template <class F, int HD>
 DEVICE void attn_load_q(uint32_t (&qf)[HD / 16][4], const bf16* q0, const bf16* q1) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < HD / 32; j++) {
-    const uint4 a = q0 ? ld_global_v4(q0 + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
-    const uint4 b = q1 ? ld_global_v4(q1 + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
+    const uint4 a = q0 ? F::query(ld_global_v4(q0 + 32 * j + 8 * t)) : make_uint4(0, 0, 0, 0);
+    const uint4 b = q1 ? F::query(ld_global_v4(q1 + 32 * j + 8 * t)) : make_uint4(0, 0, 0, 0);
     qf[2 * j][0] = a.x, qf[2 * j][1] = b.x, qf[2 * j][2] = a.y, qf[2 * j][3] = b.y;
     qf[2 * j + 1][0] = a.z, qf[2 * j + 1][1] = b.z, qf[2 * j + 1][2] = a.w, qf[2 * j + 1][3] = b.w;
   }
 }
 
-// K and V of one step's 16 keys as they lie in memory. Both are requested before either is used: one latency, not two.
+// The same for the dimensions that second parts 4t … 4t + 3 of the head's pairs belong to.
 template <int HD>
+DEVICE void attn_load_fine_q(uint32_t (&qf)[4], const bf16* q0, const bf16* q1, const uint8_t* pairs) {
+  const int t = threadIdx.x % 4;
+  const bf16* rows[2] = {q0, q1};
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float f[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (rows[r]) f[i] = __bfloat162float(rows[r][pairs[4 * (t % 2) + i] + t / 2 * (HD / 2)]);
+    qf[r] = pack_f16(f[0], f[1]), qf[2 + r] = pack_f16(f[2], f[3]);
+  }
+}
+
+// K and V of one step's 16 keys as they lie in memory. Both are requested before either is used: one latency, not two.
+template <class F, int HD>
 struct AttnKeys {
-  uint4 k[2][HD / 32];  // key 8i + g, dimensions 32j + 8t …
-  uint4 v[HD / 64][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 64j + 8g …
+  typename F::Pack k[2][HD / 32];  // key 8i + g, dimensions 32j + 8t …
+  typename F::Pack v[HD / 64][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 64j + 8g …
+  uint32_t fine[2];                // key 8i + g, second parts 4t …
 };
 
 // Keys k0 … k0 + 15; rows past `last_key` are read as last_key.
-template <int HD>
-DEVICE void attn_fetch(AttnKeys<HD>& kv, const bf16* k, const bf16* v, int k0, int last_key) {
+template <class F, int HD>
+DEVICE void attn_fetch(AttnKeys<F, HD>& kv, const AttnHead<F>& head, int k0, int last_key) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
-    for (int j = 0; j < HD / 32; j++) kv.k[i][j] = ld_global_v4(k + int64_t(min(k0 + 8 * i + g, last_key)) * HD + 32 * j + 8 * t);
+    for (int j = 0; j < HD / 32; j++) kv.k[i][j] = F::load_again(head.k + int64_t(min(k0 + 8 * i + g, last_key)) * HD + 32 * j + 8 * t);
+  if constexpr (F::FINE_PARTS)
+#pragma unroll
+    for (int i = 0; i < 2; i++) kv.fine[i] = *reinterpret_cast<const uint32_t*>(head.fine + int64_t(min(k0 + 8 * i + g, last_key)) * FINE + 4 * t);
 #pragma unroll
   for (int j = 0; j < HD / 64; j++)
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      kv.v[j][i] = ld_global_v4(v + int64_t(min(k0 + 8 * (i / 2) + 2 * t + i % 2, last_key)) * HD + 64 * j + 8 * g);
+      kv.v[j][i] = F::load_again(head.v + int64_t(min(k0 + 8 * (i / 2) + 2 * t + i % 2, last_key)) * HD + 64 * j + 8 * g);
 }
 
 // Scores of the 16 keys: s[i] is the accumulator of keys 8i … 8i + 7.
-template <int HD>
-DEVICE void attn_scores(float (&s)[2][4], const uint32_t (&qf)[HD / 16][4], const AttnKeys<HD>& kv) {
+template <class F, int HD>
+DEVICE void attn_scores(float (&s)[2][4], const uint32_t (&qf)[HD / 16][4], const uint32_t (&fine)[4], const AttnKeys<F, HD>& kv) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
 #pragma unroll
     for (int j = 0; j < HD / 32; j++) {
-      const uint4 v = kv.k[i][j];
+      const uint4 v = F::wide(kv.k[i][j]);
       const uint32_t lo[2] = {v.x, v.y}, hi[2] = {v.z, v.w};
-      mma_bf16_16816(s[i], qf[2 * j], lo);
-      mma_bf16_16816(s[i], qf[2 * j + 1], hi);
+      F::mma(s[i], qf[2 * j], lo);
+      F::mma(s[i], qf[2 * j + 1], hi);
+    }
+    if constexpr (F::FINE_PARTS) {
+      const uint32_t rest[2] = {widen_e4m3(kv.fine[i]), widen_e4m3(kv.fine[i] >> 16)};
+      F::mma(s[i], fine, rest);
     }
   }
 }
@@ -116,36 +140,32 @@ DEVICE void attn_softmax(AttnState<HD>& st, float (&s)[2][4], int k0, const int 
 }
 
 // o += P·V for the same 16 keys.
-template <int HD>
-DEVICE void attn_values(AttnState<HD>& st, const float (&s)[2][4], const AttnKeys<HD>& kv) {
-  const uint32_t p[4] = {pack_bf16(s[0][0], s[0][1]), pack_bf16(s[0][2], s[0][3]), pack_bf16(s[1][0], s[1][1]), pack_bf16(s[1][2], s[1][3])};
+template <class F, int HD>
+DEVICE void attn_values(AttnState<HD>& st, const float (&s)[2][4], const AttnKeys<F, HD>& kv) {
+  const uint32_t p[4] = {F::pack(s[0][0], s[0][1]), F::pack(s[0][2], s[0][3]), F::pack(s[1][0], s[1][1]), F::pack(s[1][2], s[1][3])};
 #pragma unroll
   for (int j = 0; j < HD / 64; j++) {
-    uint32_t w[4][4];  // [key][the pack's four words]
+    uint32_t w[2][8];  // [keys 2t, 2t + 1 or those 8 on][dimension]
 #pragma unroll
-    for (int i = 0; i < 4; i++) w[i][0] = kv.v[j][i].x, w[i][1] = kv.v[j][i].y, w[i][2] = kv.v[j][i].z, w[i][3] = kv.v[j][i].w;
+    for (int i = 0; i < 2; i++) F::pairs(w[i], kv.v[j][2 * i], kv.v[j][2 * i + 1]);
 #pragma unroll
     for (int e = 0; e < 8; e++) {
-      const int q = e / 2;
-      uint32_t b[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        b[i] = e % 2 ? (w[2 * i][q] >> 16) | (w[2 * i + 1][q] & 0xffff0000u) : (w[2 * i][q] & 0xffffu) | (w[2 * i + 1][q] << 16);
-      mma_bf16_16816(st.o[8 * j + e], p, b);
+      const uint32_t b[2] = {w[0][e], w[1][e]};
+      F::mma(st.o[8 * j + e], p, b);
     }
   }
 }
 
 // One step: 16 keys from k0 on.
-template <int HD>
-DEVICE void attn_step(AttnState<HD>& st, const uint32_t (&qf)[HD / 16][4], const bf16* k, const bf16* v, int k0, int last_key,
-                      const int (&limit)[2], float scale_log2) {
-  AttnKeys<HD> kv;
-  attn_fetch<HD>(kv, k, v, k0, last_key);
+template <class F, int HD>
+DEVICE void attn_step(AttnState<HD>& st, const uint32_t (&qf)[HD / 16][4], const uint32_t (&fine)[4], const AttnHead<F>& head, int k0,
+                      int last_key, const int (&limit)[2], float scale_log2) {
+  AttnKeys<F, HD> kv;
+  attn_fetch<F, HD>(kv, head, k0, last_key);
   float s[2][4];
-  attn_scores<HD>(s, qf, kv);
+  attn_scores<F, HD>(s, qf, fine, kv);
   attn_softmax<HD>(st, s, k0, limit, scale_log2);
-  attn_values<HD>(st, s, kv);
+  attn_values<F, HD>(st, s, kv);
 }
 
 // The row's whole sum, in each of the four threads that share it.

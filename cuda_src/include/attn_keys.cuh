@@ -6,9 +6,11 @@
 //   Pᵀ         leaves Sᵀ's layout for that of an operand by movmatrix, as bf16.
 //   Oᵀ = Vᵀ·Pᵀ  the tile of 16 dimensions (j, e) has dimension 64j + 8g + 2e in its row g and the next one in row g + 8: a thread reads packs
 //         of eight neighbours of four keys, pairs them by key, and ends with dimensions 64j + 8g … + 7 of rows 2t and 2t + 1.
-// Scores and sums are fp32; P is rounded to bf16 for the second product, as everywhere in the field.
+// Scores and sums are fp32; P is rounded to 16 bits for the second product, as everywhere in the field.
+// Packs of an e4m3 cache are 8 bytes, of the same dimensions, and become f16 in registers, exactly; Q and P are f16 then. Second parts of
+// keys (kv_cache.cuh) are 16 more dimensions of Sᵀ, whose Q is that of the dimensions they belong to.
 #pragma once
-#include "vec.cuh"
+#include "attn_format.cuh"
 
 constexpr int ATTN_KEYS = 16;  // keys of one tile: the mma's M
 
@@ -30,78 +32,111 @@ DEVICE void attn_init(AttnState<HD, NT>& s) {
   }
 }
 
-// Row 8n + g of Q, or zero where there is none.
-template <int HD>
-DEVICE void attn_load_row(uint4 (&q)[HD / 32], const bf16* row) {
+// Row 8n + g of Q: dimensions 32j + 8t …, and with FINE those that this thread's second parts 4t … 4t + 3 belong to.
+template <class F, int HD>
+struct AttnQuery {
+  uint4 q[HD / 32];
+  uint32_t fine[2];
+};
+// Zero where there is no row. `dims`: four bytes, of the second parts (attn_fine_dims).
+template <class F, int HD>
+DEVICE void attn_load_row(AttnQuery<F, HD>& query, const bf16* row, uint32_t dims) {
 #pragma unroll
-  for (int j = 0; j < HD / 32; j++) q[j] = row ? ld_global_v4(row + 32 * j + 8 * (threadIdx.x % 4)) : make_uint4(0, 0, 0, 0);
+  for (int j = 0; j < HD / 32; j++) query.q[j] = row ? F::query(ld_global_v4(row + 32 * j + 8 * (threadIdx.x % 4))) : make_uint4(0, 0, 0, 0);
+  if constexpr (F::FINE_PARTS) {
+    float f[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (row) f[i] = __bfloat162float(row[dims >> (8 * i) & 255]);
+    query.fine[0] = pack_f16(f[0], f[1]), query.fine[1] = pack_f16(f[2], f[3]);
+  }
+}
+// The dimensions of this thread's second parts, from the head's pairs.
+template <int HD>
+DEVICE uint32_t attn_fine_dims(const uint8_t* pairs) {
+  const int t = threadIdx.x % 4;
+  return *reinterpret_cast<const uint32_t*>(pairs + 4 * (t % 2)) + uint32_t(t / 2 * (HD / 2)) * 0x01010101u;
 }
 
 // K and V of 16 keys as they lie in memory.
-template <int HD>
+template <class F, int HD>
 struct AttnTile {
-  uint4 k[2][HD / 32];  // key 8i + g, dimensions 32j + 8t …
-  uint4 v[HD / 64][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 64j + 8g …
+  typename F::Pack k[2][HD / 32];  // key 8i + g, dimensions 32j + 8t …
+  typename F::Pack v[HD / 64][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 64j + 8g …
+  uint32_t fine[2];                // key 8i + g, second parts 4t …
 };
 // Keys k0 … k0 + 15 from `first` on; those past `last` are read as `last`. Registers of keys before `first` keep what they hold.
 // The common case, a whole tile, takes one address.
-template <int HD>
-DEVICE void attn_fetch_k(AttnTile<HD>& tile, const bf16* k, int k0, int first, int last) {
+template <class F, int HD>
+DEVICE void attn_fetch_k(AttnTile<F, HD>& tile, const AttnHead<F>& head, int k0, int first, int last) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-  k += 8 * t;
+  const typename F::Element* k = head.k + 8 * t;
+  if constexpr (F::FINE_PARTS) {
+    const uint8_t* fine = head.fine + 4 * t;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int key = k0 + 8 * i + g;
+      if (key >= first) tile.fine[i] = ld_once_u32(fine + int64_t(min(key, last)) * FINE);
+    }
+  }
   if (k0 >= first && k0 + ATTN_KEYS - 1 <= last) {
     k += int64_t(k0 + g) * HD;
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int j = 0; j < HD / 32; j++) tile.k[i][j] = ld_once_v4(k + 8 * i * HD + 32 * j);
+      for (int j = 0; j < HD / 32; j++) tile.k[i][j] = F::load(k + 8 * i * HD + 32 * j);
     return;
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int key = k0 + 8 * i + g;
-    const bf16* row = k + int64_t(min(key, last)) * HD;
+    const typename F::Element* row = k + int64_t(min(key, last)) * HD;
     if (key >= first)
 #pragma unroll
-      for (int j = 0; j < HD / 32; j++) tile.k[i][j] = ld_once_v4(row + 32 * j);
+      for (int j = 0; j < HD / 32; j++) tile.k[i][j] = F::load(row + 32 * j);
   }
 }
-template <int HD>
-DEVICE void attn_fetch_v(AttnTile<HD>& tile, const bf16* v, int k0, int first, int last) {
+template <class F, int HD>
+DEVICE void attn_fetch_v(AttnTile<F, HD>& tile, const AttnHead<F>& head, int k0, int first, int last) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-  v += 8 * g;
+  const typename F::Element* v = head.v + 8 * g;
   if (k0 >= first && k0 + ATTN_KEYS - 1 <= last) {
     v += int64_t(k0 + 2 * t) * HD;
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int j = 0; j < HD / 64; j++) tile.v[j][i] = ld_once_v4(v + (8 * (i / 2) + i % 2) * HD + 64 * j);
+      for (int j = 0; j < HD / 64; j++) tile.v[j][i] = F::load(v + (8 * (i / 2) + i % 2) * HD + 64 * j);
     return;
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int key = k0 + 8 * (i / 2) + 2 * t + i % 2;
-    const bf16* row = v + int64_t(min(key, last)) * HD;
+    const typename F::Element* row = v + int64_t(min(key, last)) * HD;
     if (key >= first)
 #pragma unroll
-      for (int j = 0; j < HD / 64; j++) tile.v[j][i] = ld_once_v4(row + 64 * j);
+      for (int j = 0; j < HD / 64; j++) tile.v[j][i] = F::load(row + 64 * j);
   }
 }
 
 // s[n] = Sᵀ of the tile's keys g and g + 8 (elements 0, 1 and 2, 3) and rows 8n + 2t, 8n + 2t + 1.
-template <int HD, int NT>
-DEVICE void attn_scores(float (&s)[NT][4], const uint4 (&q)[NT][HD / 32], const AttnTile<HD>& tile) {
+template <class F, int HD, int NT>
+DEVICE void attn_scores(float (&s)[NT][4], const AttnQuery<F, HD> (&q)[NT], const AttnTile<F, HD>& tile) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     float odd[4] = {0.f, 0.f, 0.f, 0.f};  // two chains of dependent products instead of one
     s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 #pragma unroll
     for (int j = 0; j < HD / 32; j++) {
-      const uint4 a = tile.k[0][j], b = tile.k[1][j];
+      const uint4 a = F::wide(tile.k[0][j]), b = F::wide(tile.k[1][j]);
       const uint32_t lo[4] = {a.x, b.x, a.y, b.y}, hi[4] = {a.z, b.z, a.w, b.w};
-      const uint32_t qlo[2] = {q[n][j].x, q[n][j].y}, qhi[2] = {q[n][j].z, q[n][j].w};
-      mma_bf16_16816(s[n], lo, qlo);
-      mma_bf16_16816(odd, hi, qhi);
+      const uint4 w = q[n].q[j];
+      const uint32_t qlo[2] = {w.x, w.y}, qhi[2] = {w.z, w.w};
+      F::mma(s[n], lo, qlo);
+      F::mma(odd, hi, qhi);
+    }
+    if constexpr (F::FINE_PARTS) {
+      const uint32_t rest[4] = {widen_e4m3(tile.fine[0]), widen_e4m3(tile.fine[1]), widen_e4m3(tile.fine[0] >> 16), widen_e4m3(tile.fine[1] >> 16)};
+      F::mma(odd, rest, q[n].fine);
     }
 #pragma unroll
     for (int c = 0; c < 4; c++) s[n][c] += odd[c];
@@ -181,28 +216,23 @@ DEVICE void attn_softmax(AttnState<HD, NT>& st, float (&s)[TILES][NT][4], float 
 }
 
 // o += Vᵀ·Pᵀ for the tile's 16 keys.
-template <int HD, int NT>
-DEVICE void attn_values(AttnState<HD, NT>& st, const float (&s)[NT][4], const AttnTile<HD>& tile) {
+template <class F, int HD, int NT>
+DEVICE void attn_values(AttnState<HD, NT>& st, const float (&s)[NT][4], const AttnTile<F, HD>& tile) {
   uint32_t p[NT][2];
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int r = 0; r < 2; r++) p[n][r] = movmatrix_trans(pack_bf16(s[n][2 * r], s[n][2 * r + 1]));
+    for (int r = 0; r < 2; r++) p[n][r] = movmatrix_trans(F::pack(s[n][2 * r], s[n][2 * r + 1]));
 #pragma unroll
   for (int j = 0; j < HD / 64; j++) {
-    uint32_t w[4][4];  // [key][the pack's four words]
+    uint32_t w[2][8];  // [keys 2t, 2t + 1 or those 8 on][dimension]
 #pragma unroll
-    for (int i = 0; i < 4; i++) w[i][0] = tile.v[j][i].x, w[i][1] = tile.v[j][i].y, w[i][2] = tile.v[j][i].z, w[i][3] = tile.v[j][i].w;
+    for (int i = 0; i < 2; i++) F::pairs(w[i], tile.v[j][2 * i], tile.v[j][2 * i + 1]);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      uint32_t a[4];
+      const uint32_t a[4] = {w[0][2 * e], w[0][2 * e + 1], w[1][2 * e], w[1][2 * e + 1]};
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        a[2 * i] = __byte_perm(w[2 * i][e], w[2 * i + 1][e], 0x5410);      // the lower halves
-        a[2 * i + 1] = __byte_perm(w[2 * i][e], w[2 * i + 1][e], 0x7632);  // the upper ones
-      }
-#pragma unroll
-      for (int n = 0; n < NT; n++) mma_bf16_16816(st.o[n][4 * j + e], a, p[n]);
+      for (int n = 0; n < NT; n++) F::mma(st.o[n][4 * j + e], a, p[n]);
     }
   }
 }

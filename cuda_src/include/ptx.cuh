@@ -40,6 +40,16 @@ DEVICE uint4 ld_once_v4(const void* p) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
+DEVICE uint2 ld_once_v2(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+DEVICE uint32_t ld_once_u32(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 // 16 bytes from global to shared memory without a register, past L1; the hint fetches the whole 128-byte line, of which a warp wants all.
 // `there` false: zeros, and src is not read. The thread that asked may read them after cp_async_wait, others of its warp after a barrier too.
 DEVICE void cp_async_v4(void* dst, const void* src, bool there) {

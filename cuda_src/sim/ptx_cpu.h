@@ -24,6 +24,14 @@ inline float4 ld_global_f4(const void* p, SIMT_PLACE) {
   return *static_cast<const float4*>(p);
 }
 inline uint4 ld_once_v4(const void* p, SIMT_PLACE) { return ld_global_v4(p, place); }
+inline uint2 ld_once_v2(const void* p, SIMT_PLACE) {
+  simt::require_aligned(p, 8, place);
+  return *static_cast<const uint2*>(p);
+}
+inline uint32_t ld_once_u32(const void* p, SIMT_PLACE) {
+  simt::require_aligned(p, 4, place);
+  return *static_cast<const uint32_t*>(p);
+}
 
 // A copy reaches shared memory when its thread waits for its group, and no earlier.
 inline void cp_async_v4(void* dst, const void* src, bool there, SIMT_PLACE) {

@@ -9,6 +9,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, F32, I32, U32, Arg, Buffer, Device, Kernel
 from qwen_raw.errors import require
+from qwen_raw.kernels.kv_cache import cache_args
 from qwen_raw.kernels.linear import check_buffer
 
 STEM = "attn_decode"
@@ -47,8 +48,8 @@ def smem_bytes(R: int, HD: int) -> int:
     return (WARPS + 1) * R * (HD + 2) * 4 + 16
 
 
-def _kernel(dev: Device, R: int, HD: int) -> Kernel:
-    return dev.kernel(STEM, f"attn_decode_bf16_hd{HD}_n{R // 8}")
+def _kernel(dev: Device, R: int, HD: int, cache: str = "bf16") -> Kernel:
+    return dev.kernel(STEM, f"attn_decode_{cache}_hd{HD}_n{R // 8}")
 
 
 def candidates(dev: Device, R: int, HD: int, tiles: int, max_len: int, full: int = FULL_SPLIT) -> list[Split]:
@@ -116,9 +117,12 @@ def attn_decode(
     pos: Buffer,
     ws: Workspace,
     *,
+    fine: Buffer | None = None,
     pdl: bool = False,
 ) -> None:
-    """out bf16 [T, H, HD] from q bf16 [T, H, HD] and caches bf16 [KV, max_len, HD]; [H, HD] is one token.
+    """out bf16 [T, H, HD] from q bf16 [T, H, HD] and caches [KV, max_len, HD]; [H, HD] is one token.
+
+    The caches are bf16, or e4m3 with `fine` (qwen_raw/kernels/kv_cache.py).
 
     Token t sees keys 0 … pos + t; pos is a device int32 [1]. It, and the keys before it, must be older than the last
     launch that was not a dependent one (`pdl`): the kernel reads them before it waits for its predecessor.
@@ -129,10 +133,9 @@ def attn_decode(
     for buffer, shape, name in (
         (out, q.shape, "out"),
         (q, q.shape, "q"),
-        (k_cache, (KV, max_len, HD), "k_cache"),
-        (v_cache, (KV, max_len, HD), "v_cache"),
     ):
         check_buffer(buffer, shape, BF16, name)
+    cache = cache_args(k_cache, v_cache, fine, KV, max_len, HD)
     require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
     G, R, s = H // KV, block_rows(ws.T, H // KV), ws.split
     require(ws.T == T, f"the workspace is for {ws.T} tokens at a time, q has {T}")
@@ -140,10 +143,7 @@ def attn_decode(
     check_buffer(ws.part, (KV * row_blocks, s.clusters, R, HD), F32, "workspace")
     dims = [np.int32(n) for n in (T, G, max_len, s.log_cluster, s.log_keys)]
     args: list[Arg] = [
-        out,
-        q,
-        k_cache,
-        v_cache,
+        *cache.with_pointers(out, q),
         ws.part,
         ws.part_ml,
         ws.arrivals,
@@ -152,7 +152,7 @@ def attn_decode(
         np.float32(math.log2(math.e) / math.sqrt(HD)),
     ]
     dev.launch(
-        _kernel(dev, R, HD),
+        _kernel(dev, R, HD, cache.name),
         (s.grid_x, row_blocks, KV),
         (WARPS * 32, 1, 1),
         args,

@@ -251,10 +251,10 @@ VARIANTS = {
             edits=(
                 ("if (k0[i] >= min(s.end, pos)) continue;", "if (k0[i] >= s.end) continue;"),
                 (
-                    "attn_fetch_k<HD>(tile[i], k, k0[i], 0, pos - 1);",
-                    "attn_fetch_k<HD>(tile[i], k, k0[i], 0, s.end - 1);",
+                    "attn_fetch_k<F, HD>(tile[i], head, k0[i], 0, pos - 1);",
+                    "attn_fetch_k<F, HD>(tile[i], head, k0[i], 0, s.end - 1);",
                 ),
-                ("    attn_fetch_k<HD>(tile[i], k, k0[i], pos, s.end - 1);\n", ""),
+                ("    attn_fetch_k<F, HD>(tile[i], head, k0[i], pos, s.end - 1);\n", ""),
             ),
             least_ranks=1,
         ),

@@ -19,8 +19,6 @@ from kernel_reference import bf16_input, f16_input, make_linear, silu
 from loaders.dtypes import bf16_to_f32, f16_to_f32
 from qwen_raw.device import BF16, E4M3, F16, F32, I32, Buffer
 from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin
-from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode
-from qwen_raw.kernels.attn_prefill import attn_prefill
 from qwen_raw.kernels.bandwidth import read_all
 from qwen_raw.kernels.draft import draft_ngram, draft_row
 from qwen_raw.kernels.embed import embed
@@ -36,7 +34,6 @@ from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 Outputs = dict[str, Output]
 EPS = 1e-6
-SPLIT = Split(1, 2, 8)  # attention: two clusters of two blocks
 
 
 @dataclass(frozen=True)
@@ -208,50 +205,6 @@ def gemm_cases(gemm: Any) -> list[Case]:
     return [Case(f"gemm_{op}_{suffix}", run) for op, run in runs.items()]
 
 
-# ---- attention ---------------------------------------------------------------------------------------------
-def attended(out: Buffer, rows: list[tuple[Array, Array, Array]]) -> Output:
-    """An attention's result; `rows`: the (q, k, v) of each row of `out`.
-
-    Scores and exponentials differ in their last bits, so that a probability may round to the next bf16, 2^-8 of the
-    largest key's share times its value away: seldom, but then in the whole row.
-    """
-    slack = []
-    for q, k, v in rows:
-        scores = k @ q / np.sqrt(q.size)
-        slack.append(2.0**-8 * np.abs(v).max() / np.exp(scores - scores.max()).sum())
-    bits = out.download()
-    return rounded(bits, np.reshape(slack, (*bits.shape[:-1], 1)), share=0.1)
-
-
-def decode(HD: int, T: int) -> Case:
-    def run(machine: Machine, rng: np.random.Generator) -> Outputs:
-        dev, H, KV, max_len = machine.dev, 7, 1, 3 * MIN_SPLIT
-        (q, Q), (k, K), (v, V) = (bf16_input(rng, *s) for s in ((T, H, HD), (KV, max_len, HD), (KV, max_len, HD)))
-        buffers, ws = [dev.array(x) for x in (q, k, v)], Workspace.create(dev, H, KV, HD, max_len, T=T, split=SPLIT)
-        results = {}
-        for n in (T, 100, max_len - 3):  # keys; the workspace goes on
-            out = dev.zeros((T, H, HD), BF16)
-            attn_decode(dev, out, *buffers, dev.array(np.array([n - T], np.int32)), ws)
-            seen = [n - T + t + 1 for t in range(T)]
-            rows = [(Q[t, h], K[0, : seen[t]], V[0, : seen[t]]) for t in range(T) for h in range(H)]
-            results[f"{n} keys"] = attended(out, rows)
-        return results | {"arrivals": exact(ws.arrivals.download())}
-
-    return Case(f"attn_decode_bf16_hd{HD}_n{1 if T == 1 else 2}", run)
-
-
-def prefill(HD: int) -> Case:
-    def run(machine: Machine, rng: np.random.Generator) -> Outputs:
-        dev, T, pos0, H, KV, max_len = machine.dev, 67, 30, 4, 2, 104
-        (q, Q), (k, K), (v, V) = (bf16_input(rng, *s) for s in ((T, H, HD), (KV, max_len, HD), (KV, max_len, HD)))
-        out = dev.zeros((T, H, HD), BF16)
-        attn_prefill(dev, out, dev.array(q), dev.array(k), dev.array(v), dev.array(np.array([pos0, T], np.int32)))
-        rows = [(Q[t, h], K[h // 2, : pos0 + t + 1], V[h // 2, : pos0 + t + 1]) for t in range(T) for h in range(H)]
-        return {"out": attended(out, rows)}
-
-    return Case(f"attn_prefill_bf16_hd{HD}", run)
-
-
 # ---- small kernels -----------------------------------------------------------------------------------------
 def run_embed(machine: Machine, rng: np.random.Generator) -> Outputs:
     dev = machine.dev
@@ -417,8 +370,6 @@ def all_cases() -> list[Case]:
     return [
         *(case for gemv in (GEMV_BF16, GEMV_FP8) for case in gemv_cases(gemv)),
         *(case for gemm in (GEMM_BF16, GEMM_FP8) for case in gemm_cases(gemm)),
-        *(decode(HD, T) for HD in (64, 128) for T in (1, 3)),
-        *(prefill(HD) for HD in (64, 128)),
         Case("embed_bf16", run_embed),
         Case("last_row_f32", run_last_row),
         Case("quantize_rows_bf16", run_quantize),

@@ -351,7 +351,7 @@ PTX = [
     *(copies(name, 4) for name in ("ld_stream_v4", "ld_global_v4", "ld_volatile_v4", "st_volatile_v4")),
     copies("ld_global_f2", 2, F32),
     copies("ld_global_f4", 4, F32),
-    copies("ld_once_v4", 4),
+    *(copies(name, n) for name, n in (("ld_once_v4", 4), ("ld_once_v2", 2), ("ld_once_u32", 1))),
     *(copies(name, 1) for name in ("ld_volatile_u32", "ld_acquire_sys_u32", "st_volatile_u32", "st_release_sys_u32")),
     copies("settle", 1),
     *(copies(name, 4) for name in ("cp_async_v4", "cp_async_commit", "cp_async_wait")),

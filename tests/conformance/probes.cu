@@ -23,6 +23,12 @@ KERNEL(256) void probe_ld_global_f4(float4* out, const float4* in, int n) {
 KERNEL(256) void probe_ld_once_v4(uint4* out, const uint4* in, int n) {
   for EACH(i, n) out[i] = ld_once_v4(in + i);
 }
+KERNEL(256) void probe_ld_once_v2(uint2* out, const uint2* in, int n) {
+  for EACH(i, n) out[i] = ld_once_v2(in + i);
+}
+KERNEL(256) void probe_ld_once_u32(uint32_t* out, const uint32_t* in, int n) {
+  for EACH(i, n) out[i] = ld_once_u32(in + i);
+}
 // Two groups of copies on their way at once, the second of every third thread of nothing: the first is there after one wait, zeros after two.
 #define PROBE_ASYNC(name)                                                                                       \
   KERNEL(256) void probe_##name(uint4* out, const uint4* in, int n) {                                           \

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_reference import POISON, bf16_input, f16_input, make_linear
+from kernel_reference import POISON, bf16_input, f16_input, fine_tables, make_linear
 
 from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f32_to_e4m3
 from qwen_raw.device import BF16, E4M3
@@ -19,7 +19,7 @@ from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
 from qwen_raw.kernels.gemv_rows import RowsWorkspace
 from qwen_raw.kernels.gemv_rows_bf16 import GEMV_ROWS as ROWS_BF16
 from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as ROWS_FP8
-from qwen_raw.kernels.kv_cache import COARSE, FINE, FINE_PAIRS, fine_bytes
+from qwen_raw.kernels.kv_cache import FINE, fine_bytes
 from qwen_raw.kernels.quantize import quantize_rows
 
 H, K, MAX_LEN, POS, EPS = 3, 80, 24, 5, 1e-6
@@ -78,14 +78,6 @@ WRITERS = {
     "gemm_bf16_sm90_many": (hopper(gemm_bf16_sm90, "many128"), False, 9),
     "gemm_fp8_sm90_many": (hopper(gemm_fp8_sm90, "many128"), True, 9),
 }
-
-
-def fine_tables(rng: np.random.Generator, KV: int, HD: int) -> tuple[Any, Any]:
-    """(slots uint8 [KV, HD/2], pairs uint8 [KV, FINE_PAIRS]) of pairs chosen at random, the last one among them."""
-    slots, half = np.full((KV, HD // 2), COARSE, np.uint8), HD // 2
-    pairs = np.stack([np.r_[np.sort(rng.choice(half - 1, FINE_PAIRS - 1, replace=False)), half - 1] for _ in range(KV)])
-    np.put_along_axis(slots, pairs, np.arange(FINE_PAIRS, dtype=np.uint8)[None], 1)
-    return slots, pairs.astype(np.uint8)
 
 
 @HEADS
