@@ -31,6 +31,7 @@ from qwen_raw.device import BF16, Buffer, Device
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.gemv_exchange import Next
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.products import RowProducts
 from qwen_raw.kernels.sample import Sampler
@@ -38,7 +39,7 @@ from qwen_raw.model.assembly import check_memory
 from qwen_raw.model.decode import level
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.rank import Rank
-from qwen_raw.model.residual import Alone
+from qwen_raw.model.residual import Alone, Residual
 from qwen_raw.model.shard import Shard
 from qwen_raw.model.state import DecodeBuffers, KVCache, PrefillBuffers, device_rope_table
 from qwen_raw.model.weights import load_weights
@@ -105,7 +106,11 @@ class Unsummed:
     share: Buffer  # bf16 [D]
     capturable = True
 
-    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
+    def of_step(self, skip: frozenset[str]) -> Residual:
+        """See Residual."""
+        return self
+
+    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, number: int, following: Next, pdl: bool) -> None:
         """As under tensor parallelism."""
         gemv.store(self.device, self.share, x, w, pdl=pdl)
 

@@ -32,7 +32,7 @@ from qwen_raw.reference import ReferenceRunner
 __all__ = ["Completion", "Engine", "SamplingParams", "Speculation", "TextStream", "load"]
 
 DType = Literal["auto", "bf16", "fp8"]
-Comm = Literal["auto", "host", "flag", "lamport", "twoshot"]
+Comm = Literal["auto", "host", "flag", "lamport", "twoshot", "inline"]
 Prompt = str | Sequence[int]
 
 _SUPERSEDED = "this generation was ended by a newer request: an engine runs one at a time, finish one before the next"

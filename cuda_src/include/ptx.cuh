@@ -50,6 +50,13 @@ DEVICE uint32_t ld_once_u32(const void* p) {
   asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+// Ask for a stretch of memory to be brought into L2, without waiting and without a register: keeps HBM busy while a block waits for
+// another GPU. p and bytes are multiples of 16. Nothing before sm_90, where it would only be a hint too.
+DEVICE void prefetch_l2(const void* p, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
 // 16 bytes from global to shared memory without a register, past L1; the hint fetches the whole 128-byte line, of which a warp wants all.
 // `there` false: zeros, and src is not read. The thread that asked may read them after cp_async_wait, others of its warp after a barrier too.
 DEVICE void cp_async_v4(void* dst, const void* src, bool there) {

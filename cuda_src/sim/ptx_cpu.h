@@ -32,6 +32,12 @@ inline uint32_t ld_once_u32(const void* p, SIMT_PLACE) {
   simt::require_aligned(p, 4, place);
   return *static_cast<const uint32_t*>(p);
 }
+// A hint has no effect here, but what it names must exist.
+inline void prefetch_l2(const void* p, uint32_t bytes, SIMT_PLACE) {
+  simt::require_aligned(p, 16, place);
+  if (bytes % 16) simt::fail(place, "prefetch_l2 of %u bytes: the size is a multiple of 16", bytes);
+  simt::require_memory(p, bytes, place);
+}
 
 // A copy reaches shared memory when its thread waits for its group, and no earlier.
 inline void cp_async_v4(void* dst, const void* src, bool there, SIMT_PLACE) {

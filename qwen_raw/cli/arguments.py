@@ -120,7 +120,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--comm",
-        choices=("auto", "host", "flag", "lamport", "twoshot"),
+        choices=("auto", "host", "flag", "lamport", "twoshot", "inline"),
         default="auto",
         help="how ranks sum their shares of a token (docs/tp.md); auto: what is fastest",
     )

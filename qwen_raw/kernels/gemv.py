@@ -55,14 +55,14 @@ class Gemv:
         most = self.swiglu_blocks_per_sm if op == "swiglu" else self.blocks_per_sm
         for per_sm in range(most, 0, -1):
             blocks = min(units, grid or dev.sm_count * per_sm)
-            smem = _shared_bytes(units, blocks, rows_per_unit, threads)
+            smem = shared_bytes(units, blocks, rows_per_unit, threads)
             resident = dev.resident_blocks(kernel, threads, smem)
             if resident >= per_sm or (grid and resident):
                 break
         # Many rows on few multiprocessors: one wave's sums do not fit, several waves of smaller blocks do.
         while not resident and grid is None and blocks < units:
             blocks = min(2 * blocks, units)
-            smem = _shared_bytes(units, blocks, rows_per_unit, threads)
+            smem = shared_bytes(units, blocks, rows_per_unit, threads)
             resident = dev.resident_blocks(kernel, threads, smem)
         require(resident > 0, f"gemv_{op}: {units} units in {blocks} blocks need {smem} bytes of shared memory each")
         return kernel, blocks, threads, smem
@@ -72,6 +72,10 @@ class Gemv:
     ) -> None:
         kernel, blocks, threads, smem = self._geometry(dev, op, units, rows_per_unit, K, grid)
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
+
+    def blocks(self, dev: Device, op: str, units: int, rows_per_unit: int, K: int) -> int:
+        """That a product is spread over where nobody asks for another number."""
+        return self._geometry(dev, op, units, rows_per_unit, K, None)[1]
 
     def add(self, dev: Device, h: Buffer, x: Buffer, w: Linear, *, pdl: bool = False, grid: int | None = None) -> None:
         """h f32 [N] += W·x, x bf16 [K]."""
@@ -199,7 +203,7 @@ class Gemv:
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
 
-def _shared_bytes(units: int, blocks: int, rows_per_unit: int, threads: int) -> int:
-    """Of the block with the most rows: a sum a warp and row, one more a warp, two constants a row (gemv.cuh)."""
+def shared_bytes(units: int, blocks: int, rows_per_unit: int, threads: int) -> int:
+    """Shared memory of the block with the most rows: a sum a warp and row, one more a warp, two constants a row."""
     rows = -(-units // blocks) * rows_per_unit
     return (threads // WARP * (rows + 1) + 2 * rows) * 4

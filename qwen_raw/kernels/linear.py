@@ -29,6 +29,11 @@ class Linear:
         return Linear(self.weight.view((n, self.K), first * self.K), scale)
 
     @property
+    def row_bytes(self) -> int:
+        """Of a row of weights."""
+        return self.K * self.weight.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (self.scale.nbytes if self.scale else 0)
 

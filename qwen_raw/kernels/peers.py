@@ -86,13 +86,19 @@ def connect(devices: Sequence[Device], stem: str, names: Sequence[str]) -> None:
 
     Loading one later may wait for what runs, for ever. Raises QwenRawError for devices without a peer path.
     """
+    connect_devices(devices)
+    for dev in devices:
+        for name in names:
+            dev.kernel(stem, f"{name}_r{variant(len(devices))}")
+
+
+def connect_devices(devices: Sequence[Device]) -> None:
+    """Peer access between all of them. Raises QwenRawError for devices without a peer path."""
     require(1 <= len(devices) <= MAX_RANKS, f"{len(devices)} ranks: the kernels take 1 to {MAX_RANKS}")
     for dev in devices:
         for other in devices:
             if other is not dev:
                 dev.enable_peer(other)
-        for name in names:
-            dev.kernel(stem, f"{name}_r{variant(len(devices))}")
 
 
 def ranks_on_gpu(devices: Sequence[Device], rank: int) -> int:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from qwen_raw.comm.reduce import create_reducers
-from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, Device
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
+from qwen_raw.kernels.gemv_exchange import Exchange
+from qwen_raw.kernels.gemv_exchange_bf16 import EXCHANGE as EXCHANGE_BF16
+from qwen_raw.kernels.gemv_exchange_fp8 import EXCHANGE as EXCHANGE_FP8
 from qwen_raw.kernels.peers import ranks_on_gpu
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.rank import Rank
-from qwen_raw.model.residual import Alone, Residual, Summed
+from qwen_raw.model.residual import INLINE, Alone, Inline, Residual, Summed
 from qwen_raw.model.shard import Shard, shards
 from qwen_raw.model.state import (
     DecodeBuffers,
@@ -56,7 +58,7 @@ def assemble(
         PrefillBuffers.create(device, part.local, max_len, fp8=fp8, pdl=ranks_on_gpu(devices, rank) == 1)
         for rank, (device, part) in enumerate(zip(devices, parts, strict=True))
     ]
-    residuals = _residuals(devices, checkpoint.config, prefill[0].chunk, comm, limit_ns)
+    residuals = _residuals(devices, parts, prefill[0].chunk, comm, limit_ns, fp8=fp8)
     return [
         Rank(
             device=device,
@@ -81,14 +83,25 @@ def section(progress: Progress | None, before: int, total: int) -> Progress | No
     return lambda stage, done, _: report(stage, min(before + done, total), total)
 
 
-def _residuals(devices: Sequence[Device], c: ModelConfig, chunk: int, comm: str, limit_ns: int) -> list[Residual]:
+def _residuals(
+    devices: Sequence[Device], parts: Sequence[Shard], chunk: int, comm: str, limit_ns: int, *, fp8: bool
+) -> list[Residual]:
     """A token's shares are summed by `comm`; a chunk's, where bytes count, in two shots unless `comm` insists."""
     if len(devices) == 1:
         return [Alone(devices[0])]
-    small = create_reducers(devices, path=comm, elements=c.D, limit_ns=limit_ns)
-    path = "auto" if comm == "lamport" else comm  # which would push every chunk to all: twice the bytes at 4 ranks
+    c, inline = parts[0].whole, comm == INLINE
+    small = create_reducers(devices, path="auto" if inline else comm, elements=c.D, limit_ns=limit_ns)
+    # Not lamport, which would push every chunk to all: twice the bytes at 4 ranks.
+    path = "auto" if inline or comm == "lamport" else comm
     large = create_reducers(devices, path=path, elements=chunk * c.D, limit_ns=limit_ns)
-    return [Summed(device, device.empty((c.D,), BF16), small[rank], large[rank]) for rank, device in enumerate(devices)]
+    summed = [Summed(dev, dev.empty((c.D,), BF16), small[rank], large[rank]) for rank, dev in enumerate(devices)]
+    if not inline:
+        return list(summed)
+    kernels = EXCHANGE_FP8 if fp8 else EXCHANGE_BF16
+    local = parts[0].local
+    kernels.load(devices, [local.H * local.HD, local.I])
+    ends = Exchange.create(devices, c.D, limit_ns=limit_ns)
+    return [Inline(end, kernels, other) for end, other in zip(ends, summed, strict=True)]
 
 
 def by_gpu(devices: Sequence[Device], values: Sequence[T]) -> dict[int, list[T]]:

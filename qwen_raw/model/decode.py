@@ -24,6 +24,7 @@ from qwen_raw.kernels.attn_decode import attn_decode
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
+from qwen_raw.kernels.gemv_exchange import Next
 from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
 from qwen_raw.kernels.sample import sample
 from qwen_raw.model.residual import Residual
@@ -72,22 +73,25 @@ def decode_layer(
     gemv: Gemv,
     residual: Residual,
     options: StepOptions,
+    number: int,
+    following: Next,
 ) -> Iterator[None]:
-    """b.h [D] → b.h [D], appending K and V of the token at b.sampler.pos."""
+    """b.h [D] → b.h [D], appending K and V of the token at b.sampler.pos. `number`: of the layer; `following`: it."""
     pos, skip, pdl = b.sampler.pos, options.skip, options.pdl
     if "qkv" not in skip:
         gemv.qkv(dev, b.q, k_cache, v_cache, b.h, layer.norm1, layer.qkv, layer.qkv_bias, rope, pos, c.rms_eps, pdl=pdl)
     if "attn" not in skip:
         attn_decode(dev, b.attn.view((c.H, c.HD)), b.q, k_cache, v_cache, pos, b.workspace, pdl=pdl)
     if "o" not in skip:
-        residual.product(gemv, b.h, b.attn, layer.o, pdl=pdl)
+        gate_up = Next(gemv, "swiglu", (layer.gate, layer.up))
+        residual.product(gemv, b.h, b.attn, layer.o, number=2 * number, following=gate_up, pdl=pdl)
     if "reduce" not in skip:
         residual.reduce(b.h, pdl=pdl)
     yield
     if "gate_up" not in skip:
         gemv.swiglu(dev, b.act, b.h, layer.norm2, layer.gate, layer.up, c.rms_eps, pdl=pdl)
     if "down" not in skip:
-        residual.product(gemv, b.h, b.act, layer.down, pdl=pdl)
+        residual.product(gemv, b.h, b.act, layer.down, number=2 * number + 1, following=following, pdl=pdl)
     if "reduce" not in skip:
         residual.reduce(b.h, pdl=pdl)
     yield
@@ -118,8 +122,13 @@ def decode_step(
     if "embed" not in options.skip:
         # An ordinary launch: what the last step wrote is visible to all of this one, before griddep_wait too.
         embed(dev, b.h.view((1, c.D)), w.embed, b.sampler.token)
-    for layer, k, v in zip(w.layers, cache.k, cache.v, strict=True):
-        yield from decode_layer(dev, c, layer, k, v, rope, b, gemv, residual, options)
+    residual = residual.of_step(options.skip)
+    following = [
+        *(Next(gemv, "qkv", (layer.qkv,), c.HD // 2) for layer in w.layers[1:]),
+        Next(head, "logits", (w.head,)),
+    ]
+    for number, (layer, k, v) in enumerate(zip(w.layers, cache.k, cache.v, strict=True)):
+        yield from decode_layer(dev, c, layer, k, v, rope, b, gemv, residual, options, number, following[number])
     if options.fuse_choice and b.sampler.meeting is None and not {"head", "sample"} & options.skip:
         head.choose(dev, b.logits, b.h, w.norm, w.head, c.rms_eps, b.sampler, pdl=options.pdl)
         return

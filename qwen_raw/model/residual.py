@@ -2,7 +2,7 @@
 
 A decode or prefill step calls `product`, then `reduce`, and goes on with h. At one rank the product is added where it
 is made. At several, each leaves its share, and an all-reduce adds the shares of all to every rank's h: the same bits
-everywhere, because it sums in rank order.
+everywhere, because it sums in rank order. Or there is no all-reduce: the products exchange their rows themselves.
 """
 
 from __future__ import annotations
@@ -13,15 +13,26 @@ from typing import Protocol
 from qwen_raw.comm.reduce import Reducer
 from qwen_raw.device import Buffer, Device
 from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.gemv_exchange import Exchange, GemvExchange, Next
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.products import RowProducts
+
+INLINE = "inline"  # what may be asked for beside the paths of qwen_raw/comm/reduce.py
+AHEAD = 32 << 10  # bytes of each of the next product's blocks that are fetched into L2 while ranks wait for each other
+SUMS = frozenset({"o", "down", "reduce"})  # stages of a step that belong together
 
 
 class Residual(Protocol):
     """What follows a row-parallel product, for one rank."""
 
-    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
-        """One token: queue this rank's W·x, x bf16 [K], on its way to h f32 [D]."""
+    def of_step(self, skip: frozenset[str]) -> Residual:
+        """What a step that leaves out the stages `skip` uses."""
+
+    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, number: int, following: Next, pdl: bool) -> None:
+        """One token: queue this rank's W·x, x bf16 [K], on its way to h f32 [D].
+
+        `number`: 0, 1, 2, … in a step, even for O, odd for down; `following`: the next product.
+        """
 
     def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
         """T tokens: queue this rank's A·Wᵀ, A bf16 [T, K], on its way to h f32 [T, D]; `spare`: bf16 [T, D]."""
@@ -44,7 +55,11 @@ class Alone:
     device: Device
     capturable = True
 
-    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
+    def of_step(self, skip: frozenset[str]) -> Residual:
+        """See Residual."""
+        return self
+
+    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, number: int, following: Next, pdl: bool) -> None:
         """See Residual."""
         gemv.add(self.device, h, x, w, pdl=pdl)
 
@@ -69,7 +84,11 @@ class Summed:
     small: Reducer  # of one token
     large: Reducer  # of a chunk of the prompt
 
-    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, pdl: bool) -> None:
+    def of_step(self, skip: frozenset[str]) -> Residual:
+        """See Residual."""
+        return self
+
+    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, number: int, following: Next, pdl: bool) -> None:
         """See Residual."""
         gemv.store(self.device, self.share, x, w, pdl=pdl)
 
@@ -93,3 +112,38 @@ class Summed:
     def fault(self) -> str | None:
         """See Residual."""
         return self.small.fault() or self.large.fault()
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """Several ranks, no all-reduce of a token: O and down exchange their rows and add the sums (include/exchange.cuh).
+
+    A chunk of the prompt goes the other way, `summed`, and so does a step that leaves some of it out: the exchange's
+    sums must alternate.
+    """
+
+    end: Exchange
+    kernels: GemvExchange
+    summed: Summed
+    capturable = True
+
+    def of_step(self, skip: frozenset[str]) -> Residual:
+        """See Residual."""
+        return self.summed if skip & SUMS else self
+
+    def product(self, gemv: Gemv, h: Buffer, x: Buffer, w: Linear, *, number: int, following: Next, pdl: bool) -> None:
+        """See Residual."""
+        self.kernels.add(self.end, number, h, x, w, ahead=following.struct(self.end.dev, AHEAD), pdl=pdl)
+
+    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+        """See Residual."""
+        self.summed.products(gemm, h, a, w, spare)
+
+    def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
+        """See Residual: of a token nothing is missing."""
+        if spare is not None:
+            self.summed.reduce(h, pdl=pdl, spare=spare)
+
+    def fault(self) -> str | None:
+        """See Residual."""
+        return self.end.limit.fault() or self.summed.fault()

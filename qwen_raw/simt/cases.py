@@ -8,20 +8,17 @@ replays a captured graph with an odd number of calls. Outputs are poisoned and l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from loaders.dtypes import bf16_to_f32, f32_to_bf16
-from qwen_raw.device import BF16, F32, Buffer
-from qwen_raw.errors import QwenRawError
+from loaders.dtypes import f32_to_bf16
+from qwen_raw.device import BF16, F32
 from qwen_raw.generation.runner import logits_hash
 from qwen_raw.generation.sampling import choose
 from qwen_raw.kernels.allreduce_flag import FlagWorkspace, allreduce_flag
 from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lamport
-from qwen_raw.kernels.allreduce_norm import allreduce_norm
 from qwen_raw.kernels.allreduce_twoshot import TwoShotWorkspace, allreduce_twoshot
 from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode
 from qwen_raw.kernels.embed import embed
@@ -29,111 +26,16 @@ from qwen_raw.kernels.gemv_bf16 import GEMV
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.sample import Sampler, sample
 from qwen_raw.kernels.signal import SignalEnds, signal_put, signal_take
+from qwen_raw.simt.case_tools import Array, Case, Mismatch, Outputs, payload, rank_order_sum, start
 from qwen_raw.simt.device import SimDevice
+from qwen_raw.simt.peer_cases import allreduce_norm_case, gemv_exchange_case
 from qwen_raw.simt.world import SimWorld
 
-Array = np.ndarray[Any, Any]
 SIZES = (2, 9, 1, 3, 2)  # packs of the calls: a short one follows a long one, the longest needs two blocks of 8 threads
 REPLAYED = (2, 2, 2)  # packs of the calls in the graph
 REPLAYS = 2
 HANDOVERS = 7
 CHOICES, VOCAB, TEXT = 4, 70, 61  # of sample_ranks; rows from TEXT on are padding
-GUARD, POISON = 8, 0xEE  # elements between outputs, and what every byte is before
-# Words that a careless protocol would take for its sentinel, and ones that are nearly it.
-TRAPS = (0x80000000, 0x80010000, 0x00008000, 0x80008000, 0x80000001, 0x8000007F, 0x00000000)
-
-
-class Mismatch(QwenRawError):
-    """A value that came out wrong, from kernel launch `launch` of `rank` (counted from 0)."""
-
-    def __init__(self, message: str, rank: int, launch: int) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.launch = launch
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """`run(world, rng)` raises Mismatch or SimError if the protocol failed under the world's schedule."""
-
-    name: str
-    run: Callable[[SimWorld, np.random.Generator], None]
-    least_ranks: int
-    what: str
-
-
-def payload(rng: np.random.Generator, packs: int) -> Array:
-    """bf16 [8·packs]: numbers between -4 and 4, a sixth of the words traps."""
-    values = f32_to_bf16(rng.uniform(-4, 4, 8 * packs).astype(np.float32))
-    words = values.view(np.uint32)
-    chosen = rng.random(words.size) < 1 / 6
-    words[chosen] = rng.choice(np.array(TRAPS, np.uint32), int(chosen.sum()))
-    return values
-
-
-def rank_order_sum(parts: Sequence[Array]) -> Array:
-    """fp32 sums in rank order, from +0, as every all-reduce adds."""
-    total = np.zeros(parts[0].size, np.float32)
-    for part in parts:
-        total += bf16_to_f32(part)
-    return total
-
-
-class Outputs:
-    """Poisoned room for the results of some launches of one rank; guard bands before, between and after them."""
-
-    def __init__(self, device: SimDevice, sizes: Sequence[int], dtype: np.dtype[Any] = BF16) -> None:
-        ends = np.cumsum(np.array(sizes) + GUARD)
-        self._rank = device.rank
-        self._slices = [slice(int(end) - n, int(end)) for end, n in zip(ends, sizes, strict=True)]
-        self._whole = device.empty((int(ends[-1]) + GUARD,), dtype)
-        self._whole.fill(POISON)
-
-    def view(self, number: int) -> Buffer:
-        """Where launch `number` puts its result."""
-        at = self._slices[number]
-        return self._whole.view((at.stop - at.start,), at.start)
-
-    def results(self) -> list[Array]:
-        """What is in the places now."""
-        whole = self._whole.download()
-        return [whole[at] for at in self._slices]
-
-    def check(self, wants: Sequence[Array], what: str, launches: Sequence[int]) -> None:
-        """The results are `wants`, bit by bit, and the guard bands as they were.
-
-        `launches`: which of the rank's kernel launches each result is from. Raises Mismatch for the first wrong one.
-        """
-        whole = self._whole.download()
-        got = whole.view(f"u{whole.itemsize}")
-        expected = np.full(whole.nbytes, POISON, np.uint8).view(got.dtype)
-        for at, want in zip(self._slices, wants, strict=True):
-            expected[at] = want.view(got.dtype)
-        wrong = got != expected
-        if not wrong.any():
-            return
-        for number, at in enumerate(self._slices):
-            if wrong[at].any():
-                i = at.start + int(np.flatnonzero(wrong[at])[0])
-                raise Mismatch(
-                    f"rank {self._rank}, {what} {number}: element {i - at.start} is {got[i]:#x}, "
-                    f"expected {expected[i]:#x} ({wrong[at].sum()} wrong)",
-                    self._rank,
-                    launches[number],
-                )
-        raise Mismatch(f"rank {self._rank}, {what}s: a guard band was overwritten", self._rank, launches[-1])
-
-
-def _start(world: SimWorld, rng: np.random.Generator, queue: Callable[[int], None]) -> None:
-    """queue(rank) for all ranks at once; half of the time for one of them only when the others have come to wait."""
-    late = int(rng.integers(2 * world.ranks))
-    for ranks in ([r for r in range(world.ranks) if r != late], [late] if late < world.ranks else []):
-        with world.together():
-            for rank in ranks:
-                queue(rank)
-    world.run()
-
-
 # The block and grid of a call on every rank.
 Shapes = Callable[[np.random.Generator, int], list[tuple[int, int]]]
 
@@ -177,7 +79,7 @@ def _allreduce(workspace: Any, reduce: Callable[..., None], shapes: Shapes) -> C
         for call, row in zip(calls, rows, strict=True):
             call.inputs.upload(row)
         by_call = [shapes(rng, world.ranks) for _ in SIZES]
-        _start(world, rng, lambda r: calls[r].queue(ends[r], reduce, [shape[r] for shape in by_call], pdl))
+        start(world, rng, lambda r: calls[r].queue(ends[r], reduce, [shape[r] for shape in by_call], pdl))
         for call in calls:
             call.outputs.check(_wants(rows, SIZES), "call", range(len(SIZES)))
 
@@ -192,72 +94,12 @@ def _allreduce(workspace: Any, reduce: Callable[..., None], shapes: Shapes) -> C
             rows = [payload(rng, sum(REPLAYED)) for _ in devices]
             for call, row in zip(calls, rows, strict=True):
                 call.inputs.upload(row)
-            _start(world, rng, lambda rank: graphs[rank].launch())
+            start(world, rng, lambda rank: graphs[rank].launch())
             launches = range(len(SIZES) + replay * len(REPLAYED), 1000)
             for call in calls:
                 call.outputs.check(_wants(rows, REPLAYED), f"replay {replay}, call", launches)
 
     return run
-
-
-def _allreduce_norm(world: SimWorld, rng: np.random.Generator) -> None:
-    """Sums with residual and RMSNorm, by turns with plain sums on the same workspace; then replays of a graph.
-
-    h is checked bit by bit; the normalised rows by being the same on all ranks and near the reference.
-    """
-    devices = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
-    D, rows = 8 * 35, (2, 0, 1)  # 35 packs a row; 0: a plain sum of a few packs
-    ends = LamportWorkspace.create(devices, D // 8 * max(rows), limit_ns=0)
-    pdl, g = bool(rng.integers(2)), f32_to_bf16(rng.uniform(-2, 2, D).astype(np.float32))
-    weights = [device.array(g) for device in devices]
-    for replay in range(2):
-        shapes = [(int(rng.choice((32, 64))), int(rng.integers(1, 4))) for _ in rows]
-        bits = [[payload(rng, T * D // 8 or 5) for T in rows] for _ in devices]
-        bases = [rng.uniform(-4, 4, row.size).astype(np.float32) for row in bits[0]]
-        inputs = [[device.array(row) for row in rank] for device, rank in zip(devices, bits, strict=True)]
-        h = [[device.array(base) for base in bases] for device in devices]
-        sums = [[device.empty(base.shape, F32) for base in bases] for device in devices]
-        outputs = [Outputs(device, [T * D or 8 for T in rows]) for device in devices]
-
-        def queue(rank: int) -> None:
-            for k, T in enumerate(rows):
-                block, across = shapes[k]  # noqa: B023
-                if not T:
-                    allreduce_lamport(ends[rank], h[rank][k], inputs[rank][k], add=True, block=block, pdl=pdl)  # noqa: B023
-                    continue
-                total = h if across == 1 else sums  # noqa: B023
-                buffers = (total[rank][k], outputs[rank].view(k), h[rank][k], inputs[rank][k])  # noqa: B023
-                to, out, old, inp = (b.view((T, D)) for b in buffers)
-                allreduce_norm(
-                    ends[rank], to, out, old, inp, weights[rank], 1e-6, block=block, row_blocks=across, pdl=pdl
-                )
-
-        _start(world, rng, queue)
-        in_place = [not T or across == 1 for T, (_, across) in zip(rows, shapes, strict=True)]
-        got = [[(h if own else sums)[r][k].download() for k, own in enumerate(in_place)] for r in range(world.ranks)]
-        for k, T in enumerate(rows):
-            want = bases[k] + rank_order_sum([rank[k] for rank in bits])
-            for rank in range(world.ranks):
-                _equal(got[rank][k], want, f"replay {replay}, call {k}: h", rank, 3 * replay + k)
-            if not T:
-                continue
-            results = [out.results()[k] for out in outputs]
-            for rank in range(world.ranks):
-                _equal(
-                    results[rank], results[0], f"replay {replay}, call {k}: norm, unlike rank 0's", rank, 3 * replay + k
-                )
-            row = want.reshape(T, D).astype(np.float64)
-            norm = row / np.sqrt((row**2).mean(1, keepdims=True) + 1e-6) * bf16_to_f32(g)
-            if np.abs(bf16_to_f32(results[0]).reshape(T, D) - norm).max() > 2.0**-8 * np.abs(norm).max():
-                raise Mismatch(f"replay {replay}, call {k}: norm", 0, 3 * replay + k)
-
-
-def _equal(got: Array, want: Array, what: str, rank: int, launch: int) -> None:
-    wrong = np.flatnonzero(got.view(f"u{got.itemsize}") != want.view(f"u{want.itemsize}"))
-    if wrong.size:
-        i = int(wrong[0])
-        message = f"rank {rank}, {what}: element {i} is {got[i]}, expected {want[i]} ({wrong.size} wrong)"
-        raise Mismatch(message, rank, launch)
 
 
 def _signal(world: SimWorld, rng: np.random.Generator) -> None:
@@ -285,7 +127,7 @@ def _signal(world: SimWorld, rng: np.random.Generator) -> None:
             bits = [payload(rng, 2 * count).reshape(count, 16) for _ in producers]
             for source, row in zip(sources, bits, strict=True):
                 source.upload(row)
-            _start(world, rng, lambda rank, graphs=graphs: graphs[rank].launch() if rank < len(graphs) else None)  # type: ignore[misc]
+            start(world, rng, lambda rank, graphs=graphs: graphs[rank].launch() if rank < len(graphs) else None)  # type: ignore[misc]
             for out, row in zip(outputs, bits, strict=True):
                 out.check(list(row), f"replay {replay} of {count}, hand-over", range(handed, handed + count))
             handed += count
@@ -308,7 +150,7 @@ def _sample_ranks(world: SimWorld, rng: np.random.Generator) -> None:
         for row in rows[rank]:
             sample(devices[rank], row, samplers[rank], threads=32, pdl=pdl)
 
-    _start(world, rng, queue)
+    start(world, rng, queue)
     for number, row in enumerate(logits):
         best = choose(row, position=10 + number, temperature=temperature, seed=seed, text_vocab=TEXT)
         want = (logits_hash(row[:TEXT]) << 32 | best, number + 1)
@@ -401,7 +243,8 @@ CASES = {
             2,
             "reduce-scatter, all-gather",
         ),
-        Case("allreduce_norm", _allreduce_norm, 2, "push, residual, RMSNorm over several blocks"),
+        Case("allreduce_norm", allreduce_norm_case, 2, "push, residual, RMSNorm over several blocks"),
+        Case("gemv_exchange", gemv_exchange_case, 2, "products that exchange their rows, no all-reduce"),
         Case("sample_ranks", _sample_ranks, 2, "candidates meet, every word carries its step"),
         Case("signal", _signal, 2, "put with signal, three slots"),
         Case("attn_decode", _alone(_attn_decode, range(3)), 1, "blocks push to their cluster, the last cluster merges"),

@@ -211,6 +211,24 @@ VARIANTS = {
             ),
         ),
         Variant(
+            "one_half",
+            "gemv_exchange",
+            "gemv_exchange_bf16",
+            "one half: a fast peer's rows of the next sum arrive where this one's are still waited for, or re-armed",
+            header="exchange.cuh",
+            header_edits=(("((sum & 1) * world + source)", "(source)"),),
+        ),
+        Variant(
+            "stays_taken",
+            "gemv_exchange",
+            "gemv_exchange_bf16",
+            "what was taken is not armed again: two sums later old rows pass for new ones",
+            header="exchange.cuh",
+            header_edits=(
+                ("    if (s != end.rank && s < end.world) st_volatile_u32(slots + s * end.D, SENTINEL);\n", ""),
+            ),
+        ),
+        Variant(
             "late_wait",
             "chain",
             "gemv_bf16",

@@ -28,7 +28,8 @@ import numpy as np
 from qwen_raw.cli.arguments import Parser
 from qwen_raw.cli.process import guarded
 from qwen_raw.errors import QwenRawError, UsageError
-from qwen_raw.simt.cases import CASES, Mismatch
+from qwen_raw.simt.case_tools import Mismatch
+from qwen_raw.simt.cases import CASES
 from qwen_raw.simt.known_bad import VARIANTS
 from qwen_raw.simt.library import Library
 from qwen_raw.simt.toolchain import Variant

@@ -348,7 +348,7 @@ _BITS16 = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 _BITS8 = np.arange(256, dtype=np.uint32).astype(np.uint8)
 
 PTX = [
-    *(copies(name, 4) for name in ("ld_stream_v4", "ld_global_v4", "ld_volatile_v4", "st_volatile_v4")),
+    *(copies(name, 4) for name in ("ld_stream_v4", "ld_global_v4", "prefetch_l2", "ld_volatile_v4", "st_volatile_v4")),
     copies("ld_global_f2", 2, F32),
     copies("ld_global_f4", 4, F32),
     *(copies(name, n) for name, n in (("ld_once_v4", 4), ("ld_once_v2", 2), ("ld_once_u32", 1))),

@@ -29,6 +29,14 @@ KERNEL(256) void probe_ld_once_v2(uint2* out, const uint2* in, int n) {
 KERNEL(256) void probe_ld_once_u32(uint32_t* out, const uint32_t* in, int n) {
   for EACH(i, n) out[i] = ld_once_u32(in + i);
 }
+// The hint names all of the input and, once more, its last pack; the copy that follows must not notice.
+KERNEL(256) void probe_prefetch_l2(uint4* out, const uint4* in, int n) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    prefetch_l2(in, uint32_t(n) * 16);
+    prefetch_l2(in + n - 1, 16);
+  }
+  for EACH(i, n) out[i] = in[i];
+}
 // Two groups of copies on their way at once, the second of every third thread of nothing: the first is there after one wait, zeros after two.
 #define PROBE_ASYNC(name)                                                                                       \
   KERNEL(256) void probe_##name(uint4* out, const uint4* in, int n) {                                           \

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from conformance.kernel_cases import EPS, Case, Outputs, exact, fp32, rounded
-from conformance.machines import LIMIT_NS, Machine
-from kernel_reference import bf16_input
+from conformance.kernel_cases import ADD, EPS, Case, Outputs, exact, fp32, rounded
+from conformance.machines import LIMIT_NS, MOST_RANKS, Machine
+from kernel_reference import bf16_input, make_linear
 
 from qwen_raw.device import BF16, F32, U32
 from qwen_raw.kernels import allreduce_flag, allreduce_lamport, allreduce_twoshot, signal
 from qwen_raw.kernels.allreduce_host import allreduce_host as read_and_sum
 from qwen_raw.kernels.allreduce_host import load
 from qwen_raw.kernels.allreduce_norm import allreduce_norm as reduce_and_norm
+from qwen_raw.kernels.gemv_exchange import Exchange, GemvExchange, Next
+from qwen_raw.kernels.gemv_exchange_bf16 import EXCHANGE as EXCHANGE_BF16
+from qwen_raw.kernels.gemv_exchange_fp8 import EXCHANGE as EXCHANGE_FP8
 from qwen_raw.kernels.peercheck import count_wrong, store_pattern
 from qwen_raw.kernels.sample import Sampler, sample
 
@@ -89,6 +92,28 @@ def allreduce_host(world: int) -> Case:
         return {f"rank {r}": exact(own.download()) for r, own in enumerate(h)}
 
     return Case(entry, run, world)
+
+
+def gemv_exchange(kernels: GemvExchange, C: int, K: int) -> Case:
+    """Three sums in a row into h: every bit of it."""
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outputs:
+        ends, base, fp8 = Exchange.create(machine.ranks, 37, limit_ns=LIMIT_NS), fp32(rng, 37), kernels.gemv.fp8
+        h, xs = [rank.array(base) for rank in machine.ranks], [bf16_input(rng, K)[0] for _ in machine.ranks]
+        work = [
+            (end, own, rank.array(x), [make_linear(rank, rng, 37, K, fp8)[0] for _ in range(3)])
+            for end, own, rank, x in zip(ends, h, machine.ranks, xs, strict=True)
+        ]
+        following = make_linear(machine.dev, rng, 37, 272, fp8)[0]
+        with machine.together((kernels.stem, f"{kernels.stem}_c{C}")):
+            for number in range(3):
+                for end, own, x, weights in work:
+                    ahead = Next(kernels.gemv, "swiglu", (following, following)).struct(end.dev, 4 * 272)
+                    kernels.add(end, number, own, x, weights[number], ahead=ahead, grid=3)
+        assert [end.limit.fault() for end in ends] == [None] * len(ends)
+        return {f"rank {r}": exact(own.download()) for r, own in enumerate(h)}
+
+    return Case(f"{kernels.stem}_c{C}", run, 2 if C > 1 else MOST_RANKS)
 
 
 def run_peercheck(machine: Machine, rng: np.random.Generator) -> Outputs:
@@ -190,6 +215,8 @@ def rank_cases() -> list[Case]:
         *(allreduce(*reduce, add, world) for reduce in reduces for add in (False, True) for world in WORLDS),
         *map(allreduce_norm, WORLDS),
         *map(allreduce_host, WORLDS),
+        *(gemv_exchange(EXCHANGE_BF16, C, K) for C, K in ADD["bf16"].items()),
+        *(gemv_exchange(EXCHANGE_FP8, C, K) for C, K in ADD["fp8"].items()),
         Case("peercheck_store_u32", run_peercheck, ranks=2),
         Case("peercheck_count_u32", run_peercheck, ranks=2),
         Case("signal_put", run_signal),

@@ -1,4 +1,4 @@
-"""`python -m model.stalled_rank 0,0`: one rank of a model on GPUs never gets its steps; prints what the request says.
+"""`python -m model.stalled_rank 0,0 COMM`: a rank of a model on GPUs never gets its steps; prints what a request is told.
 
 A process of its own, because the poll that runs into its deadline takes its GPU's context with it.
 """
@@ -15,10 +15,12 @@ from qwen_raw.errors import QwenRawError
 from qwen_raw.model.runner import DeviceRunner
 
 
-def main(ordinals: list[int]) -> int:
+def main(ordinals: list[int], comm: str) -> int:
     devices = [CudaDevice(n) for n in ordinals]
     model = biased_checkpoint(TIED)
-    runner = DeviceRunner(devices, model, dtype="bf16", max_model_len=96, text_vocab=TIED.V, limit_ns=300_000_000)
+    runner = DeviceRunner(
+        devices, model, dtype="bf16", max_model_len=96, text_vocab=TIED.V, limit_ns=300_000_000, comm=comm
+    )
     options = {"max_tokens": 4, "temperature": 0.0, "seed": 0}
     assert len(list(runner.generate([3, 4], **options))) == 4
     step = runner._step
@@ -37,4 +39,4 @@ def main(ordinals: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main([int(n) for n in sys.argv[1].split(",")]))
+    sys.exit(main([int(n) for n in sys.argv[1].split(",")], sys.argv[2]))

@@ -19,6 +19,7 @@ from qwen_raw.config import ModelConfig
 from qwen_raw.driver.probe import probe
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.sampling import gumbel_noise
+from qwen_raw.model.residual import INLINE
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.reference import KVCache, ReferenceModel
 
@@ -131,24 +132,25 @@ def fails_without_the_last(runner: DeviceRunner) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_stalls_is_named(make: Make, world: int) -> None:
+@pytest.mark.parametrize(("world", "comm"), [(2, "lamport"), (4, "lamport"), (2, INLINE)])
+def test_a_rank_that_stalls_is_named(make: Make, world: int, comm: str) -> None:
     """The others give up after the limit: an error that says who waited for whom, not a hang."""
     for devices in open_ranks(f"sim-{world}"):
-        runner = make(devices, biased_checkpoint(replace(TIED, I=64)), limit_ns=50_000_000)
+        runner = make(devices, biased_checkpoint(replace(TIED, I=64)), limit_ns=50_000_000, comm=comm)
         said = fails_without_the_last(runner)
         assert f"waited 50 ms for rank {world - 1} in call" in said
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("comm", ["lamport", INLINE])
 @pytest.mark.parametrize("which", ["0,0", "0,1"])
-def test_a_rank_that_stalls_on_a_gpu_is_named(which: str) -> None:
+def test_a_rank_that_stalls_on_a_gpu_is_named(which: str, comm: str) -> None:
     """And the process ends, with one line for the failure and none of anything else."""
     if which == "0,1" and len(probe().gpus) < 2:
         pytest.skip("needs two GPUs")
     roots = [str(Path(__file__).parents[1]), str(Path(qwen_raw.__file__).parents[1])]
     done = subprocess.run(
-        [sys.executable, "-m", "model.stalled_rank", which],
+        [sys.executable, "-m", "model.stalled_rank", which, comm],
         capture_output=True,
         text=True,
         timeout=60,
@@ -158,7 +160,7 @@ def test_a_rank_that_stalls_on_a_gpu_is_named(which: str) -> None:
     assert "rank 0 waited 300 ms for rank 1 in call" in done.stdout and done.stdout.count("\n") == 1
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", (*PATHS, INLINE))
 def test_every_path_of_the_sums(few_ranks: list[Any], make: Make, path: str) -> None:
     """The residual stream of prefill and decode, and the ids; "host" without a graph."""
     model, ids = biased_checkpoint(replace(TIED, H=4, KV=2, I=64)), [3, 4, 150]

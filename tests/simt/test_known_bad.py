@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from qwen_raw.errors import QwenRawError
-from qwen_raw.simt import cases, torture
+from qwen_raw.simt import case_tools, cases, torture
 from qwen_raw.simt import run as sanitized
 from qwen_raw.simt.known_bad import VARIANTS, Variant
 from qwen_raw.simt.torture import run, run_seed, setting_of
@@ -30,6 +30,8 @@ FOUND = {
     "first_thread_rotates": (10, 2, "expected"),
     "own_block_rotates": (10, 2, "deadlock"),
     "early_rotation": (20, 4, "deadlock"),
+    "one_half": (4, 4, "deadlock"),
+    "stays_taken": (4, 2, "expected"),
     "late_wait": (5, 1, "expected"),
     "one_tag": (10, 2, "expected"),
     "arrival_as_flag": (20, 1, "expected"),
@@ -87,7 +89,7 @@ def test_the_wrong_length_is_harmless_while_sizes_stay(monkeypatch: pytest.Monke
 
 
 def test_a_float_sentinel_is_harmless_without_negative_subnormals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "TRAPS", (0x80000000, 0x00008000, 0x00000000))
+    monkeypatch.setattr(case_tools, "TRAPS", (0x80000000, 0x00008000, 0x00000000))
     assert run(setting_of("float_sentinel", 2), 50).failed == 0
 
 

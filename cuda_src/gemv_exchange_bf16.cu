@@ -1,0 +1,23 @@
+// gemv_exchange_bf16.cu - decode's row-parallel products with bf16 weights, the sum over ranks inside. Protocol, PRECONDs: include/exchange.cuh.
+//
+// gemv_exchange_bf16  h[N] += Σ_r W_r[N,K]·x_r[K]   O-projection, down-projection
+// Layout, grid, block, PRECONDs of the product, and its variants by C: gemv_bf16.cu. bytes moved: as there, and 4·N·(world - 1) over the
+// link each way. minimum arch: sm_80
+#include "include/exchange.cuh"
+#include "include/gemv_fma.cuh"
+
+#define GEMV_EXCHANGE(C, R, THREADS, BLOCKS)                                                         \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_exchange_bf16_c##C(float* h,              /* [N] in place */ \
+                                                           BY_VALUE Exchange end, /* this rank's */  \
+                                                           int sum,               /* of the step */  \
+                                                           BY_VALUE Ahead next,                      \
+                                                           const bf16* x,         /* [K] */          \
+                                                           const bf16* w,         /* [N, K] */       \
+                                                           int N, int K) {                           \
+    DYN_SHARED(float, shared);                                                                       \
+    gemv_exchange<Fma<WeightBf16, C, R, false>>(h, end, sum, next, x, w, nullptr, N, K, shared);     \
+  }
+GEMV_EXCHANGE(1, 8, 512, 2)
+GEMV_EXCHANGE(2, 4, 512, 1)
+GEMV_EXCHANGE(4, 2, 640, 1)
+GEMV_EXCHANGE(8, 1, 512, 1)
