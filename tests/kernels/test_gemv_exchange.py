@@ -9,7 +9,7 @@ import pytest
 from kernel_reference import assert_sums_close, bf16_input, make_linear
 from model.ranks import PAIRS, open_ranks
 
-from qwen_raw.device import BF16, F32
+from qwen_raw.device import BF16, E4M3, F32
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
 from qwen_raw.kernels.gemv_exchange import Exchange, GemvExchange, Next
@@ -62,13 +62,16 @@ def test_adds_the_sum_of_all_ranks(
     assert [end.limit.fault() for end in ends] == [None] * len(ends)
 
 
-def test_a_share_of_negative_zero_is_no_sentinel(ranks: list[Any], rng: np.random.Generator) -> None:
-    """Products that underflow from below: -0.0 is what receive memory is armed with."""
-    ends, tiny = Exchange.create(ranks, 8, limit_ns=LIMIT_NS), np.full((8, 16), 0x8080, np.uint16)  # -2^-126
-    BF16_EXCHANGE.load(ranks, [16])
-    base, x = np.arange(8, dtype=np.float32), np.full(16, 0x2000, np.uint16)  # 2^-63
-    work = [(rank.array(base), rank.array(x), [Linear(rank.array(tiny))] * 3) for rank in ranks]
-    add(ranks, BF16_EXCHANGE, ends, work)
+def test_a_share_of_negative_zero_is_no_sentinel(ranks: list[Any]) -> None:
+    """Zeros with a negative scale: -0.0 is what receive memory is armed with."""
+    ends = Exchange.create(ranks, 8, limit_ns=LIMIT_NS)
+    FP8_EXCHANGE.load(ranks, [16])
+    base, scale = np.arange(8, dtype=np.float32), np.full(8, -1, np.float32)
+    work = [
+        (rank.array(base), rank.zeros((16,), BF16), [Linear(rank.zeros((8, 16), E4M3), rank.array(scale))] * 3)
+        for rank in ranks
+    ]
+    add(ranks, FP8_EXCHANGE, ends, work)
     for h, _, _ in work:
         np.testing.assert_array_equal(h.download(), base)
 

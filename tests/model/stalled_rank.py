@@ -1,4 +1,4 @@
-"""`python -m model.stalled_rank 0,0 COMM`: a rank of a model on GPUs never gets its steps; prints what a request is told.
+"""`python -m model.stalled_rank 0,0 COMM`: a rank of a model on GPUs never gets its steps; what a request is told.
 
 A process of its own, because the poll that runs into its deadline takes its GPU's context with it.
 """
