@@ -55,6 +55,21 @@ class Tokenizer(ABC):
     def token_bytes(self, token: int) -> bytes:
         """The bytes an id stands for; none for special tokens and for ids without text."""
 
+    @abstractmethod
+    def token_text(self, token: int) -> str | None:
+        """What an id is called, special tokens too; None for one without text. Alike in two tokenizers: one token."""
+
+    def first_difference(self, other: "Tokenizer") -> int | None:
+        """The lowest id that means something in both and not the same; None if there is none.
+
+        Checkpoints of one family differ in how many ids follow the text's, so an id that one of them lacks is none.
+        """
+        for token in range(min(self.vocab_size, other.vocab_size)):
+            mine, theirs = self.token_text(token), other.token_text(token)
+            if mine != theirs and mine is not None and theirs is not None:
+                return token
+        return None
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` without special tokens; malformed UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
@@ -107,6 +122,10 @@ class BpeTokenizer(Tokenizer):
         except KeyError:  # an added token whose text is not in the byte alphabet stands for itself
             return bytes(text, "utf-8")
 
+    def token_text(self, token: int) -> str | None:
+        text: str | None = self._tokenizer.id_to_token(token)
+        return text
+
 
 class ByteTokenizer(Tokenizer):
     """For models without a tokenizer: ids 0…255 are bytes, an id above is shown as ⟨id⟩."""
@@ -124,6 +143,9 @@ class ByteTokenizer(Tokenizer):
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else f"⟨{token}⟩".encode()
+
+    def token_text(self, token: int) -> str | None:
+        return f"<0x{token:02X}>" if token < 256 else f"⟨{token}⟩"
 
 
 def _check_unicode(text: str) -> None:

@@ -139,3 +139,10 @@ def test_byte_tokenizer() -> None:
     assert tokenizer.encode("hé") == [0x68, 0xC3, 0xA9] == tokenizer.encode_content("hé")
     ids = [0x68, 0xC3, 0xA9, 256, 151935, 0xC3]
     assert tokenizer.decode(ids) == "hé⟨256⟩⟨151935⟩\ufffd" == streamed(tokenizer, ids)
+
+
+def test_tokenizers_differ_where_an_id_means_two_things(tokenizer: Tokenizer) -> None:
+    """What one of them lacks is no difference: checkpoints of one family are padded to several sizes."""
+    assert tokenizer.first_difference(load_tokenizer(builtin_path("tiny-shakespeare-draft"))) is None
+    assert ByteTokenizer(152064).first_difference(ByteTokenizer(151936)) is None
+    assert tokenizer.first_difference(ByteTokenizer(4096)) == 0
