@@ -1,68 +1,42 @@
-"""Speculation: what a pass costs in steps, what follows for each acceptance, and what the built-in pair really does.
+"""Speculation: tok/s with the acceptance forced, against the same run's plain decode; and what the built-in pair does.
 
-    python -m bench.speculate [--model random:7b:fp8] [--draft random:0.5b] [--guesses 4 …] [--context 512]
+    python -m bench.speculate [--model random:72b:fp8] [--draft random:0.5b] [--guesses 7] [--tokens 192] [--repeats 2]
+                              [--acceptance 0 0.5 0.8 1] [--tp N] [--devices N,N,…]
 
-Random models agree on nothing, so a pass is timed (it costs the same whatever is accepted) and the ids that it gives
-at an acceptance a are reckoned: 1 + a + … + a^K, if every guess is right with probability a. `tok/s` is the quotient.
-What comes first is measured: tiny-shakespeare with its draft model and with n-grams, 20 prompts, against plain decode.
+Random models agree on nothing, so whether a guess stands is decided by a hash of its position, as often as asked for
+(accept_forced_f32): guesses are made and verified as ever, and cost what they cost. What the host says is on: fewer
+guesses, or none, where they do not pay. `tok/s` is (n - 1) / (t_last - t_first) over ids as the host reads them, of all
+requests; `plain` is the same of a runner without speculation. `costs` are passes in steps, by their guesses, as the
+runner measured them. `pass` and `seen`: µs of a pass with the most guesses, replayed back to back, and as generation at
+acceptance 1 had it: the difference is all that a loop on the device could save.
+
+What comes first is tiny-shakespeare with its draft model and with n-grams, 20 prompts: real acceptance, real speed.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from bench.common import command, environment, result_arguments, save, time_ms
+import numpy as np
+
+from bench.common import command, environment, open_gpus, result_arguments, save, time_ms
 from bench.decode import split_spec
 from loaders.resolve import open_model, open_tokenizer
-from qwen_raw.cli.arguments import Parser, natural, positive
+from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
+from qwen_raw.generation.speculation import DEFAULT_GUESSES
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.speculative import SpeculativeRunner
+from qwen_raw.placement import degree
 
-ACCEPTANCES = (0.0, 0.5, 0.8, 1.0)
+ACCEPTANCES = [0.0, 0.5, 0.8, 1.0]
 TEXTS = ("ROMEO:", "First Citizen:\nBefore we", "KING RICHARD III:\n", "JULIET:\nO, ", "The king")
-PASSES, STEPS = 16, 32
+PASSES = 16
 
 
-def ids_a_pass(acceptance: float, guesses: int) -> float:
-    """Expected, its own id included."""
-    return sum(acceptance**i for i in range(guesses + 1))
-
-
-def cost(dev: CudaDevice, spec: str, way: dict[str, Any], guesses: int, context: int, repeats: int) -> dict[str, Any]:
-    """µs of a step and of a pass, of a model with random weights."""
-    name, dtype = split_spec(spec)
-    model = open_model(name, dtype)
-    length = context + STEPS + 64
-    text_vocab = min(model.config.V, way["draft"].config.V if "draft" in way else model.config.V)  # padding differs
-    options: dict[str, Any] = {"dtype": dtype, "max_model_len": length, "text_vocab": text_vocab}
-    runner = SpeculativeRunner(dev, model, guesses=guesses, owns_device=False, **options, **way)
-    step = time_ms(dev, lambda: runner.replay(context, STEPS), repeats=repeats).median * 1e3 / STEPS
-    passed = time_ms(dev, lambda: runner.replay_passes(context, PASSES), repeats=repeats).median * 1e3 / PASSES
-    runner.close()
-    return {"model": name, "dtype": dtype, "guesses": guesses, "context": context, "step_us": step, "pass_us": passed}
-
-
-def table(dev: CudaDevice, a: Any) -> list[dict[str, Any]]:
-    """Costs, one row a number of guesses and way to guess."""
-    heads = " ".join(f"{f'at {x:g}':>16}" for x in ACCEPTANCES)
-    print(f"{'model':16} {'guesses by':12} {'K':>2} {'step µs':>9} {'pass µs':>9} {'cost':>6} {heads}")
-    rows = []
-    for guesses in a.guesses:
-        for by, way in (("n-grams", {"ngram": 3}), (a.draft, {"draft": open_model(a.draft)})):
-            row = cost(dev, a.model, way, guesses, a.context, a.repeats) | {"by": by}
-            rates = {x: ids_a_pass(x, guesses) / row["pass_us"] * 1e6 for x in ACCEPTANCES}
-            row |= {"tok_s": {str(x): rate for x, rate in rates.items()}, "plain_tok_s": 1e6 / row["step_us"]}
-            shown = [f"{rate:.1f} ({rate * row['step_us'] / 1e6:.2f}x)" for rate in rates.values()]
-            told = " ".join(f"{text:>16}" for text in shown)
-            ratio = row["pass_us"] / row["step_us"]
-            print(f"{a.model:16} {by:12} {guesses:2} {row['step_us']:9.1f} {row['pass_us']:9.1f} {ratio:6.2f} {told}")
-            rows.append(row)
-    return rows
-
-
-def rate(runner: DeviceRunner, prompts: list[list[int]], tokens: int) -> float:
+def rate(runner: DeviceRunner, prompts: Sequence[Sequence[int]], tokens: int) -> float:
     """Ids after the first a second, over all prompts."""
     seconds = 0.0
     for ids in prompts:
@@ -71,49 +45,101 @@ def rate(runner: DeviceRunner, prompts: list[list[int]], tokens: int) -> float:
     return len(prompts) * (tokens - 1) / seconds
 
 
-def built_in(dev: CudaDevice, tokens: int) -> list[dict[str, Any]]:
-    """The pair that is there: real acceptance, real speed, with guessing forced and governed."""
+def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
+    ids = np.random.default_rng(1).integers(0, vocab, (count, length))
+    return [[int(token) for token in row] for row in ids]
+
+
+def forced(devices: Sequence[CudaDevice], a: Any) -> list[dict[str, Any]]:
+    """One row an acceptance."""
+    name, dtype = split_spec(a.model)
+    model, draft = open_model(name, dtype), open_model(a.draft)
+    degree(len(devices), None, model.config, fp8=dtype == "fp8")
+    length = max(a.context + a.tokens, 64)
+    options: dict[str, Any] = {
+        "dtype": dtype, "max_model_len": length, "text_vocab": model.config.V, "owns_device": False,
+    }  # fmt: skip
+    prompts = random_prompts(a.repeats, a.context, model.config.V)
+    plain = DeviceRunner(devices, model, **options)
+    rate(plain, prompts[:1], 16)
+    base = rate(plain, prompts, a.tokens)
+    plain.close()
+    runner = SpeculativeRunner(devices, model, guesses=a.guesses, draft=draft, forced=True, **options)
+    costs = {str(k): cost for k, cost in (runner.costs or {}).items()}
+    rate(runner, prompts[:1], 16)
+    replayed = time_ms(devices, lambda: runner.replay_passes(a.context, PASSES, a.guesses), repeats=3)
+    pass_us = replayed.median * 1e3 / PASSES
+    told = ", ".join(f"{k}: {cost:.2f}" for k, cost in costs.items())
+    print(f"{name} {dtype} tp {len(devices)}, draft {a.draft}: plain {base:.1f} tok/s; a pass of so many guesses costs")
+    print(f"  in steps {told}; {pass_us:.0f} µs for {a.guesses} guesses", flush=True)
+    rows = []
+    for acceptance in a.acceptance:
+        runner.force(acceptance)
+        before = runner.speculated
+        got = rate(runner, prompts, a.tokens)
+        counts = runner.speculated.since(before)
+        row = {"model": name, "dtype": dtype, "draft": a.draft, "tp": len(devices), "guesses": a.guesses,
+               "context": a.context, "tokens": a.tokens, "requests": a.repeats, "forced": acceptance,
+               "tok_s": got, "plain_tok_s": base, "ratio": got / base, "costs": costs, "pass_us": pass_us,
+               "counts": counts.as_dict()}  # fmt: skip
+        if acceptance == 1 and not counts.steps:
+            row["seen_us"] = a.repeats * (a.tokens - 1) / got * 1e6 / counts.passes
+        rows.append(row)
+        told = f"{got:8.1f} tok/s, {got / base:5.2f} times plain"
+        print(f"  forced {acceptance:4.2f}: {told}; {counts.line()}", flush=True)
+    runner.close()
+    return rows
+
+
+def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> list[dict[str, Any]]:
+    """The pair that is there: always the most guesses, and as many as pay."""
     model = open_model("tiny-shakespeare")
     tokenizer = open_tokenizer(model)
     prompts = [tokenizer.encode(text) for text in TEXTS] * 4
     options: dict[str, Any] = {
-        "dtype": "bf16", "max_model_len": 600, "text_vocab": model.config.V, "owns_device": False,
+        "dtype": "bf16", "max_model_len": 600, "text_vocab": tokenizer.vocab_size, "owns_device": False,
     }  # fmt: skip
-    plain = DeviceRunner(dev, model, **options)
+    plain = DeviceRunner(devices, model, **options)
     rate(plain, prompts[:2], tokens)
     base = rate(plain, prompts, tokens)
     plain.close()
     rows = []
     for by, way in (("n-grams", {"ngram": 3}), ("draft", {"draft": open_model("tiny-shakespeare-draft")})):
         for governed in (False, True):
-            runner = SpeculativeRunner(dev, model, guesses=4, governed=governed, **way, **options)
+            runner = SpeculativeRunner(devices, model, guesses=guesses, governed=governed, **way, **options)
             rate(runner, prompts[:2], tokens)
             before = runner.speculated
             got = rate(runner, prompts, tokens)
             counts = runner.speculated.since(before)
-            how = "governed" if governed else "always"
-            print(f"tiny-shakespeare {by:8} {how:9} {got:9.0f} tok/s, plain {base:9.0f}; {counts.line()}")
-            rows.append({"model": "tiny-shakespeare", "by": by, "governed": governed, "tok_s": got, "plain_tok_s": base,
-                         "pass_costs_steps": runner.cost} | counts.as_dict())  # fmt: skip
+            how = "as pays" if governed else "always"
+            print(f"tiny-shakespeare {by:8} {how:8} {got:9.0f} tok/s, plain {base:9.0f}; {counts.line()}", flush=True)
+            rows.append({"model": "tiny-shakespeare", "tp": len(devices), "by": by, "governed": governed,
+                         "guesses": guesses, "tok_s": got, "plain_tok_s": base, "ratio": got / base,
+                         "costs": {str(k): cost for k, cost in (runner.costs or {}).items()},
+                         "counts": counts.as_dict()})  # fmt: skip
             runner.close()
     return rows
 
 
 def main() -> int:
-    parser = Parser("python -m bench.speculate", description="what speculative passes cost and give")
-    parser.add_argument("--model", default="random:7b:fp8", metavar="SPEC[:DTYPE]")
+    parser = Parser("python -m bench.speculate", description="what speculation gives")
+    parser.add_argument("--model", default="random:72b:fp8", metavar="SPEC[:DTYPE]")
     parser.add_argument("--draft", default="random:0.5b", metavar="SPEC")
-    parser.add_argument("--guesses", type=positive, nargs="+", default=[4])
-    parser.add_argument("--context", type=natural, default=512)
-    parser.add_argument("--tokens", type=positive, default=128, help="of each prompt of the built-in model")
-    parser.add_argument("--repeats", type=positive, default=5)
-    result_arguments(parser, "speculate.json")
+    parser.add_argument("--guesses", type=positive, default=DEFAULT_GUESSES, help="a pass at the most")
+    parser.add_argument("--acceptance", type=float, nargs="+", default=ACCEPTANCES, help="forced, 0 to 1")
+    parser.add_argument("--context", type=positive, default=64, help="ids of a prompt")
+    parser.add_argument("--tokens", type=positive, default=192, help="of each request")
+    parser.add_argument("--built-in-tokens", type=natural, default=128, help="the same of the built-in pair; 0: none")
+    parser.add_argument("--repeats", type=positive, default=2, help="requests an acceptance")
+    parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
+    parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
+    result_arguments(parser, "speculate.json, or speculate_tpN.json")
     a = parser.parse_args()
-    with CudaDevice(0) as dev:
-        env = environment(dev, a.commit)
-        rows = built_in(dev, a.tokens)
-        save("speculate", env, rows, a.output)  # what a run that is cut short has measured
-        save("speculate", env, rows + table(dev, a), a.output)
+    with open_gpus(a.tp, a.devices) as devices:
+        env, variant = environment(devices[0], a.commit), f"tp{len(devices)}" if len(devices) > 1 else ""
+        rows = built_in(devices, a.guesses, a.built_in_tokens) if a.built_in_tokens else []
+        save("speculate", env, rows, a.output, variant)  # what a run that is cut short has measured
+        save("speculate", env, rows + forced(devices, a), a.output, variant)
     return 0
 
 

@@ -11,18 +11,16 @@
 // position, and posts {id, hash of the logits' bits} and then the step number to the host's ring. A logit that is not finite posts
 // BAD_ID instead. Definition in Python: qwen_raw/generation/sampling.py; of the hash: qwen_raw/generation/runner.py.
 //
-// Between ranks. The last block stores its rank's best and hash, 96 bits, into every peer's mailbox as one pack, 24 bits a word; the upper 8 bits
-// of each word are a tag, the low bits of the step's number. A word that carries the step's tag is that step's word: each says so itself,
-// so nothing has to be ordered, armed or cleared. Two slots, by the step's parity: while this rank is in step s a peer is in s or s + 1, because it
-// cannot end s + 1 without this rank's pack of s + 1, which is pushed after this rank has read all of s. So the slot that is polled holds
-// the pack of step s - 2 until it holds that of s: equality of tags is exact, however often 8 bits wrap. Every rank takes the maximum of
-// the same candidates, and hashes add up in any order: all ranks hold the same state without a word from the host.
+// Between ranks. The last block stores its rank's best and hash into every peer's mailbox (include/candidates.cuh), in two slots, by the parity of
+// the choice's number: while this rank is in choice s a peer is in s or s + 1, because it cannot end s + 1 without this rank's pack of s + 1, which is
+// pushed after this rank has read all of s. So the slot that is polled holds the pack of s - 2 until it holds that of s: equality of tags is exact,
+// however often 8 bits wrap. Choices are counted by `calls`, not by steps: a speculative pass takes several steps without this kernel (accept.cu).
+// Every rank takes the maximum of the same candidates, and hashes add up in any order: all ranks hold the same state without a word from the host.
 //
 // grid: any (blocks stride over the rows); block: whole warps, up to 256. bytes moved: 4·rows; over the link 16 bytes a peer.
 // PRECOND  text_vocab <= V. PRECOND  best holds gridDim.x × 2 words of 64 bits; counter zero before the first launch; ring holds 2·slots words.
-// PRECOND  sample_ranks: mailboxes [2, 8] packs, zero, and step 0 on all ranks before the first launch; all ranks make the same launches. minimum arch: sm_80
-#include "include/choose.cuh"
-#include "include/peers.cuh"
+// PRECOND  sample_ranks: mailboxes [2, 8] packs, zero, and calls 0 on all ranks before the first launch; all ranks make the same launches. minimum arch: sm_80
+#include "include/candidates.cuh"
 
 constexpr int THREADS = 256;
 
@@ -54,18 +52,6 @@ sample_f32(DecodeState* state,          // [1]
     commit(state, ring, slots, rank, hash);
 }
 
-// A candidate as a pack whose every word carries `tag`, and back.
-DEVICE uint4 tagged(uint64_t rank, uint32_t hash, uint32_t tag) {
-  const uint32_t lo = uint32_t(rank), hi = uint32_t(rank >> 32), t = tag << 24;
-  return make_uint4(t | (lo & 0xffffffu), t | (lo >> 24 | (hi & 0xffffu) << 8), t | (hi >> 16 | (hash & 0xffu) << 16), t | hash >> 8);
-}
-DEVICE bool carries(uint4 v, uint32_t tag) { return v.x >> 24 == tag && v.y >> 24 == tag && v.z >> 24 == tag && v.w >> 24 == tag; }
-DEVICE uint64_t rank_in(uint4 v) {
-  const uint32_t lo = (v.x & 0xffffffu) | v.y << 24, hi = (v.y >> 8 & 0xffffu) | v.z << 16;
-  return uint64_t(hi) << 32 | lo;
-}
-DEVICE uint32_t hash_in(uint4 v) { return (v.z >> 16 & 0xffu) | v.w << 8; }
-
 KERNEL(THREADS) void
 sample_ranks_f32(DecodeState* state,          // [1] the same on all ranks
                  const float* logits,         // [rows] of ids first … first + rows - 1
@@ -85,14 +71,14 @@ sample_ranks_f32(DecodeState* state,          // [1] the same on all ranks
   if (!best_of_rows(mine, hash, logits, p, uint32_t(state->pos) + 1, first, rows, best, counter, sh)) return;
   if (threadIdx.x == 0) sh.ranks[0] = mine, sh.hashes[0] = hash;
   __syncthreads();
-  const uint32_t step = state->step, tag = (step + 1) & 0xffu;
-  const int peer = threadIdx.x, slots_at = int(step & 1) * MAX_RANKS;
+  const uint32_t calls = state->calls, tag = (calls + 1) & 0xffu;
+  const int peer = threadIdx.x, slots_at = int(calls & 1) * MAX_RANKS;
   uint4 got = tagged(sh.ranks[0], sh.hashes[0], tag);
   if (peer < world && peer != rank) {
     st_volatile_v4(mailboxes.packs(peer) + slots_at + rank, got);
     Watch watch = watch_start(limit);
     const uint4* slot = mailboxes.packs(rank) + slots_at + peer;
-    while (!carries(got = ld_volatile_v4(slot), tag)) watch_poll(watch, rank, peer, step + 1);
+    while (!carries(got = ld_volatile_v4(slot), tag)) watch_poll(watch, rank, peer, calls + 1);
   }
   __syncthreads();  // all have read sh, which is written again now
   if (peer < world) sh.ranks[peer] = rank_in(got), sh.hashes[peer] = hash_in(got);
@@ -100,5 +86,6 @@ sample_ranks_f32(DecodeState* state,          // [1] the same on all ranks
   if (threadIdx.x) return;
   mine = 0, hash = 0;
   for (int i = 0; i < world; i++) mine = rank_max(mine, sh.ranks[i]), hash += sh.hashes[i];
+  state->calls = calls + 1;
   commit(state, ring, slots, mine, hash);
 }

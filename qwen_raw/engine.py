@@ -62,7 +62,7 @@ def load(
     max_model_len: the longest sequence, prompt included; by default the model's context, at most 32768.
     devices: numbers of the GPUs, one a rank; by default 0, 1, … A GPU that is named twice has two ranks: for tests.
     comm: how ranks sum a token's shares, a path of qwen_raw/comm/reduce.py; "auto" takes what is fastest.
-    speculation: guess several ids and verify them in one pass (docs/speculation.md); one GPU, or device "sim".
+    speculation: guess several ids and verify them in one pass (docs/speculation.md); on GPUs, or device "sim".
 
     Raises UsageError for a request that cannot be met, QwenRawError for a failure on the way.
     """
@@ -87,7 +87,7 @@ def load(
         )
     length = _context(max_model_len, checkpoint.config)
     tokenizer = open_tokenizer(checkpoint)
-    draft = None if speculation is None else _draft(speculation, ranks, tokenizer)
+    draft = None if speculation is None else _draft(speculation, tokenizer)
     placement = place(cast(DeviceName, device), ranks, gpus)
     text_vocab = min(tokenizer.vocab_size, checkpoint.config.V)
     runner = _runner(placement, checkpoint, held, length, text_vocab, progress, comm, speculation, draft)
@@ -308,7 +308,7 @@ def _runner(
     try:
         if speculation is not None:
             return SpeculativeRunner(
-                placement.devices[0],
+                placement.devices,
                 checkpoint,
                 guesses=speculation.guesses,
                 draft=draft,
@@ -318,6 +318,7 @@ def _runner(
                 max_model_len=max_model_len,
                 text_vocab=text_vocab,
                 progress=progress,
+                comm=comm,
             )
         return DeviceRunner(
             placement.devices,
@@ -334,18 +335,18 @@ def _runner(
         raise
 
 
-def _draft(speculation: Speculation, ranks: int, tokenizer: Tokenizer) -> Checkpoint | None:
+def _draft(speculation: Speculation, tokenizer: Tokenizer) -> Checkpoint | None:
     """The draft model of a speculation that has one. UsageError for one whose ids mean something else."""
-    if ranks > 1:
-        raise UsageError(f"speculation runs on one GPU, tp is {ranks}")
     if speculation.draft is None:
         return None
     draft = open_model(speculation.draft)
-    size = open_tokenizer(draft).vocab_size
-    if size != tokenizer.vocab_size:
+    other = open_tokenizer(draft)
+    differing = tokenizer.first_difference(other)
+    if differing is not None:
+        mine, theirs = tokenizer.token_text(differing), other.token_text(differing)
         raise UsageError(
-            f"the draft model {draft.config.name} has a tokenizer of {size} ids, the model one of "
-            f"{tokenizer.vocab_size}: they must share one"
+            f"the draft model {draft.config.name} has another tokenizer: token {differing} is {theirs!r} there and "
+            f"{mine!r} in the model; they must share one"
         )
     return draft
 

@@ -10,7 +10,7 @@ struct DecodeState {
   int32_t token;  // the id that the next step embeds
   int32_t pos;    // its position
   uint32_t step;  // ids chosen so far in this request
-  uint32_t pad;
+  uint32_t calls; // choices that ranks have made together
 };
 struct SampleParams {
   float temperature;  // 0: greedy

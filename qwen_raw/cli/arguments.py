@@ -149,7 +149,7 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-max",
         type=positive,
         metavar="K",
-        help=f"a pass, 1 to {MOST_GUESSES} (default {DEFAULT_GUESSES})",
+        help=f"a pass at the most, 1 to {MOST_GUESSES} (default {DEFAULT_GUESSES}); fewer or none if that pays",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ from qwen_raw.checks import integer
 from qwen_raw.errors import UsageError
 
 MOST_GUESSES = 15  # a pass verifies one row more
-DEFAULT_GUESSES = 4
-WINDOW = 8  # passes that are judged together
-AGAIN = 64  # steps after which n-grams are tried again
+DEFAULT_GUESSES = 7
+HOPE, WEIGHT = 0.8, 2.0  # the acceptance before any guess has been compared, and for how many compared that counts
+FADE = 0.97  # of what has been seen, with each guess compared since
+PAUSE, LONGEST = 128, 1024  # steps until guessing is tried again, twice as many each time that it lost at once
+SURE = 32  # guesses compared since a pause after which the next one is short again
 MOST_NGRAM = 1000  # ids of a run that is looked up
 
 
@@ -25,7 +28,7 @@ class Speculation:
 
     draft: str | os.PathLike[str] | None = None  # a model, as `qwen_raw.load` takes it
     ngram: int | None = None  # look up runs of up to so many ids in the text so far
-    guesses: int = DEFAULT_GUESSES  # a pass
+    guesses: int = DEFAULT_GUESSES  # a pass has at the most
 
     def __post_init__(self) -> None:
         if (self.draft is None) == (self.ngram is None):
@@ -40,14 +43,21 @@ class Speculation:
             raise UsageError(f"{self.guesses} guesses a pass: 1 to {MOST_GUESSES} are possible")
 
 
+def pass_sizes(most: int) -> tuple[int, ...]:
+    """How many guesses a pass may have, ascending: with the last id they fill what the products take at once."""
+    return (*(k for k in (1, 3, 7) if k < most), most)
+
+
 @dataclass(frozen=True, slots=True)
 class PassCounts:
     """Of one generation, or since the runner was made."""
 
-    passes: int  # those that guessed, and single steps
+    passes: int  # that gave ids, those without guesses among them
     guesses: int
     right: int
     steps: int  # passes that did not guess, because guessing did not pay
+    compared: int = 0  # guesses whose predecessors were all right
+    cost: float | None = None  # of all passes, in single steps; None where nobody measured it
 
     def since(self, before: PassCounts) -> PassCounts:
         """What was counted after `before`."""
@@ -56,12 +66,14 @@ class PassCounts:
             self.guesses - before.guesses,
             self.right - before.right,
             self.steps - before.steps,
+            self.compared - before.compared,
+            None if self.cost is None or before.cost is None else self.cost - before.cost,
         )
 
     @property
     def acceptance(self) -> float | None:
-        """Share of the guesses that were right and whose predecessors were: of all that were made."""
-        return self.right / self.guesses if self.guesses else None
+        """Share that was right, of the guesses whose predecessors were."""
+        return self.right / self.compared if self.compared else None
 
     @property
     def mean_length(self) -> float | None:
@@ -69,49 +81,96 @@ class PassCounts:
         guessed = self.passes - self.steps
         return 1 + self.right / guessed if guessed else None
 
+    @property
+    def speed_up(self) -> float | None:
+        """How many steps the ids would have taken, over what the passes cost in steps."""
+        return (self.passes + self.right) / self.cost if self.cost else None
+
     def line(self) -> str:
-        """ "63 % of 40 guesses right, 3.50 ids a pass, off for 64 ids"."""
+        """ "63% of 40 guesses right, acceptance 0.80, 3.50 ids a pass, off for 64 ids, 1.90 times plain steps"."""
         if self.acceptance is None or self.mean_length is None:
             return "no guesses"
-        off = f", off for {self.steps} ids" if self.steps else ""
-        return f"{self.acceptance:.0%} of {self.guesses} guesses right, {self.mean_length:.2f} ids a pass{off}"
+        parts = [
+            f"{self.right / self.guesses:.0%} of {self.guesses} guesses right",
+            f"acceptance {self.acceptance:.2f}",
+            f"{self.mean_length:.2f} ids a pass",
+        ]
+        if self.steps:
+            parts.append(f"off for {self.steps} ids")
+        if self.speed_up is not None:
+            parts.append(f"{self.speed_up:.2f} times plain steps")
+        return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON report."""
         return {
             "passes": self.passes,
             "guesses": self.guesses,
+            "compared": self.compared,
             "right": self.right,
             "steps": self.steps,
             "acceptance": self.acceptance,
             "mean_length": self.mean_length,
+            "speed_up": self.speed_up,
         }
 
 
+def expected_ids(acceptance: float, guesses: int) -> float:
+    """That a pass gives, its own one included, if each guess is right with this probability: 1 + a + … + a^guesses."""
+    return sum(acceptance**i for i in range(guesses + 1))
+
+
 class Governor:
-    """Whether the next pass guesses. Off while passes give fewer ids than they cost in steps."""
+    """How many guesses the next pass has: as many as give the most ids for their cost; none while plain steps do.
 
-    def __init__(self, cost: float | None, again: int | None) -> None:
-        """`cost`: of a pass, in single steps; None: always guess. `again`: steps until it tries again; None: never."""
-        self._cost, self._again = cost, again
-        self._off = 0  # steps still to go; -1: for good
-        self._from: tuple[int, int] | None = None  # (passes that guessed, guesses right) when the window began
+    It goes by counts that the host reads anyway, one pass old or two. Requests follow each other: what was seen in one
+    is what the next begins with, but for a pause.
+    """
 
-    def guess(self, passes: int, right: int) -> bool:
-        """For the next pass to queue. `passes`: those that have guessed so far; `right`: what they got right."""
-        if self._cost is None:
-            return True
-        if self._off:
-            self._off -= self._off > 0
-            self._from = None
-            return False
-        if self._from is None:
-            self._from = (passes, right)
-        guessed, got = passes - self._from[0], right - self._from[1]
-        if guessed < WINDOW:
-            return True
-        self._from = (passes, right)
-        if 1 + got / guessed >= self._cost:
-            return True
-        self._off = -1 if self._again is None else self._again - 1
-        return False
+    def __init__(self, costs: Mapping[int, float] | None, most: int) -> None:
+        """`costs`: of a pass in single steps, by its guesses. None: always `most` guesses."""
+        self._costs, self._most = costs, most
+        self._seen = (0, 0)
+        self._paused, self._pause, self._since = 0, PAUSE, 0
+        self._hope()
+
+    def _hope(self) -> None:
+        self._right, self._compared, self._since = HOPE * WEIGHT, WEIGHT, 0
+
+    @property
+    def acceptance(self) -> float:
+        """As estimated now."""
+        return self._right / self._compared
+
+    def begin(self, right: int, compared: int) -> None:
+        """A request begins; guesses right and compared so far."""
+        self._seen = (right, compared)
+        if self._paused:
+            self._paused = 0
+            self._hope()
+
+    def choose(self, right: int, compared: int, room: int) -> int:
+        """Guesses of the next pass, of which `room` at the most can be of use."""
+        if self._costs is None:
+            return self._most
+        self._learn(right - self._seen[0], compared - self._seen[1])
+        self._seen = (right, compared)
+        if self._paused:
+            self._paused -= 1
+            if not self._paused:
+                self._hope()
+            return 0
+        gains = {k: expected_ids(self.acceptance, k) / cost for k, cost in self._costs.items() if k}
+        if max(gains.values()) <= 1:
+            self._paused = self._pause - 1
+            self._pause = min(2 * self._pause, LONGEST)
+            return 0
+        useful = {k: gain for k, gain in gains.items() if k <= room and gain > 1}
+        return max(useful, key=lambda k: useful[k], default=0)
+
+    def _learn(self, right: int, compared: int) -> None:
+        kept = FADE**compared
+        self._right, self._compared = self._right * kept + right, self._compared * kept + compared
+        self._since += compared
+        if self._since >= SURE:
+            self._pause = PAUSE

@@ -39,11 +39,13 @@ def assemble(
     max_len: int,
     comm: str = "auto",
     limit_ns: int = LIMIT_NS,
+    few: int = 1,
     progress: Progress | None = None,
 ) -> list[Rank]:
     """One rank a device, in order; a GPU may have several. Nothing has been launched that waits for another rank.
 
-    `comm`: the path of the sums over ranks (qwen_raw/comm/reduce.py). Raises QwenRawError where the model does not fit.
+    `comm`: the path of the sums over ranks (qwen_raw/comm/reduce.py), for up to `few` tokens at once. Raises
+    QwenRawError where the model does not fit.
     """
     parts = shards(checkpoint.config, len(devices))
     for part in parts:
@@ -58,7 +60,7 @@ def assemble(
         PrefillBuffers.create(device, part.local, max_len, fp8=fp8, pdl=ranks_on_gpu(devices, rank) == 1)
         for rank, (device, part) in enumerate(zip(devices, parts, strict=True))
     ]
-    residuals = _residuals(devices, parts, prefill[0].chunk, comm, limit_ns, fp8=fp8)
+    residuals = _residuals(devices, parts, prefill[0].chunk, comm, few, limit_ns, fp8=fp8)
     return [
         Rank(
             device=device,
@@ -84,17 +86,18 @@ def section(progress: Progress | None, before: int, total: int) -> Progress | No
 
 
 def _residuals(
-    devices: Sequence[Device], parts: Sequence[Shard], chunk: int, comm: str, limit_ns: int, *, fp8: bool
+    devices: Sequence[Device], parts: Sequence[Shard], chunk: int, comm: str, few: int, limit_ns: int, *, fp8: bool
 ) -> list[Residual]:
-    """A token's shares are summed by `comm`; a chunk's, where bytes count, in two shots unless `comm` insists."""
+    """Up to `few` tokens are summed by `comm`; a chunk, where bytes count, in two shots unless that is another path."""
     if len(devices) == 1:
         return [Alone(devices[0])]
     c, inline = parts[0].whole, comm == INLINE
-    small = create_reducers(devices, path="auto" if inline else comm, elements=c.D, limit_ns=limit_ns)
+    small = create_reducers(devices, path="auto" if inline else comm, elements=few * c.D, limit_ns=limit_ns)
     # Not lamport, which would push every chunk to all: twice the bytes at 4 ranks.
     path = "auto" if inline or comm == "lamport" else comm
     large = create_reducers(devices, path=path, elements=chunk * c.D, limit_ns=limit_ns)
-    summed = [Summed(dev, dev.empty((c.D,), BF16), small[rank], large[rank]) for rank, dev in enumerate(devices)]
+    shares = [device.empty((c.D,), BF16) for device in devices]
+    summed = [Summed(*ends, few) for ends in zip(devices, shares, small, large, strict=True)]
     if not inline:
         return list(summed)
     kernels = EXCHANGE_FP8 if fp8 else EXCHANGE_BF16

@@ -81,8 +81,9 @@ class Summed:
 
     device: Device
     share: Buffer  # bf16 [D], of one token
-    small: Reducer  # of one token
+    small: Reducer  # of one token, or a few that are verified together
     large: Reducer  # of a chunk of the prompt
+    few: int = 1  # tokens that the small one takes
 
     def of_step(self, skip: frozenset[str]) -> Residual:
         """See Residual."""
@@ -101,8 +102,8 @@ class Summed:
         if spare is None:
             self.small.add(h, self.share, pdl=pdl)
         else:
-            n = (spare.shape[0] * spare.shape[1],)
-            self.large.add(h.view(n), spare.view(n))
+            few, n = spare.shape[0] <= self.few, (spare.shape[0] * spare.shape[1],)
+            (self.small if few else self.large).add(h.view(n), spare.view(n), pdl=pdl)
 
     @property
     def capturable(self) -> bool:

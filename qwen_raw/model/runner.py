@@ -86,7 +86,7 @@ class DeviceRunner:
     ) -> None:
         """`devices`: one, or one a rank. `owns_device`: close() closes them too. `comm`, `limit_ns`: see `assemble`.
 
-        `spare`: positions of the cache beyond max_model_len, for what may be written and thrown away.
+        `spare`: positions of the cache beyond max_model_len, for tokens that are verified together and thrown away.
         Raises QwenRawError where the model does not fit.
         """
         self.devices = tuple(devices) if isinstance(devices, Sequence) else (devices,)
@@ -96,6 +96,7 @@ class DeviceRunner:
         self._owns_device = owns_device
         self.read_ceiling: float | None = None
         before = free_bytes(self.devices)
+        self._few = max(1, spare)  # tokens whose shares are summed as one token's are
         self.ranks = self._assemble(
             checkpoint, dtype == "fp8", max_model_len + spare, comm=comm, limit_ns=limit_ns, progress=progress
         )
@@ -122,7 +123,14 @@ class DeviceRunner:
     ) -> Sequence[Rank]:
         """Every device's rank; `comm`, `limit_ns`: see `assemble`. Nothing that waits for another is launched."""
         return assemble(
-            self.devices, checkpoint, fp8=fp8, max_len=max_len, comm=comm, limit_ns=limit_ns, progress=progress
+            self.devices,
+            checkpoint,
+            fp8=fp8,
+            max_len=max_len,
+            comm=comm,
+            limit_ns=limit_ns,
+            few=self._few,
+            progress=progress,
         )
 
     @property

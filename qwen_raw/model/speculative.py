@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,24 +13,27 @@ import numpy as np
 from qwen_raw.device import Device, Graph
 from qwen_raw.errors import QwenRawError, UsageError, close_all
 from qwen_raw.generation.runner import Progress
-from qwen_raw.generation.speculation import AGAIN, Governor, PassCounts
+from qwen_raw.generation.speculation import Governor, PassCounts, pass_sizes
 from qwen_raw.kernels.accept import PassBuffers
+from qwen_raw.kernels.draft import SharedGuesses
 from qwen_raw.kernels.gemv_rows import NoRoomError
-from qwen_raw.model.assembly import assemble
+from qwen_raw.kernels.peers import ranks_on_gpu
+from qwen_raw.model.assembly import LIMIT_NS, assemble
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.runner import DeviceRunner
-from qwen_raw.model.speculate import Drafter, ModelDrafter, NgramDrafter, Pass
+from qwen_raw.model.speculate import CATCH, Drafter, ModelDrafter, NgramDrafter, Pass
 
 PASSES_AHEAD = 1  # passes queued beyond the one that the host is waiting for
+MEASURED_S = 0.05  # how long passes of each size are timed
 
 
 class SpeculativeRunner(DeviceRunner):
-    """On one device. Passes replay as decode steps do; the host reads ids, and how many passes have ended."""
+    """Passes replay as decode steps do, on all ranks; the host reads ids, and how many passes have ended."""
 
     def __init__(
         self,
-        device: Device,
+        devices: Device | Sequence[Device],
         checkpoint: CheckpointLike,
         *,
         guesses: int,
@@ -37,156 +42,258 @@ class SpeculativeRunner(DeviceRunner):
         ngram: int | None = None,
         verify: str = "rows",
         governed: bool = True,
+        costs: Mapping[int, float] | None = None,
+        forced: bool = False,
         max_model_len: int,
         text_vocab: int,
         progress: Progress | None = None,
+        comm: str = "auto",
+        limit_ns: int = LIMIT_NS,
         **options: Any,
     ) -> None:
-        """`draft`: a checkpoint of the same vocabulary, in fp8 or bf16; else `ngram`. The rest is DeviceRunner's.
+        """`draft`: a checkpoint whose ids mean the same, in fp8 or bf16; else `ngram`. The rest is DeviceRunner's.
 
-        `verify`: how the rows of a pass are computed, one of VERIFY (qwen_raw/model/speculate.py). `governed`: stop
-        guessing while it does not pay (on a GPU).
-        Raises UsageError for a draft model of another vocabulary, QwenRawError where the two do not fit.
+        `guesses`: a pass has at the most. `verify`: how the rows of a pass are computed, one of VERIFY
+        (qwen_raw/model/speculate.py). `governed`: as many guesses as pay, or none. `costs`: of passes in single steps,
+        by their guesses, the most among them; None: measured, on a GPU. `forced`: for benches and tests; guesses then
+        stand as often as `force` says, whatever is right, and so the ids are no longer the model's.
+        Raises UsageError for what there is not, QwenRawError where the two models do not fit.
         """
-        self._rows, self.governed = guesses + 1, governed
+        if (draft is None) == (ngram is None):
+            raise UsageError("speculation takes a draft model or n-grams, one of the two")
+        if comm == "host":
+            raise UsageError("speculation needs sums over ranks that can be captured: comm host cannot")
+        self._rows, self._governed = guesses + 1, governed
         super().__init__(
-            [device],
+            devices,
             checkpoint,
             max_model_len=max_model_len,
             text_vocab=text_vocab,
             spare=self._rows,
             progress=progress,
+            comm=comm,
+            limit_ns=limit_ns,
             **options,
         )
-        rank = self.ranks[0]
+        self._buffers = PassBuffers.create_ranks(self.devices, self._rows, max_model_len, self.config.V, forced=forced)
         self._draft_prompt: Prompt | None = None
-        buffers = PassBuffers.create(device, self._rows, max_model_len, self.config.V)
-        drafter: Drafter
         if draft is not None:
-            if text_vocab > draft.config.V:
-                raise UsageError(f"the draft model knows {draft.config.V} ids, the model {text_vocab}")
-            ranks = assemble([device], draft, fp8=draft_fp8, max_len=max_model_len + self._rows, progress=progress)
-            self._draft_prompt = Prompt(ranks, captured=self._note_memory)
-            self._draft_prompt.load()
-            drafter = ModelDrafter(ranks[0], self._draft_prompt, text_vocab)
-        elif ngram is not None:
-            drafter = NgramDrafter(rank, ngram, buffers.no_draft)
-        else:
-            raise UsageError("speculation takes a draft model or n-grams")
-        self._graphs: tuple[Graph, Graph] | None = self._start(drafter, verify, buffers)
-        self._steps = 0  # passes queued that guessed nothing
+            self._draft_prompt = self._open_draft(draft, draft_fp8, progress)
+        self._drafters = self._make_drafters(ngram)
+        self._shared = self._share() if draft is not None and len(self.ranks) > 1 else None
+        self._log: list[int] = []  # guesses of each pass queued for the request
+        self._before = PassCounts(0, 0, 0, 0)  # what the requests before it came to
         self._counted: PassCounts | None = None  # when it was closed
-        self.cost = self._measure() if device.kind == "cuda" else None
-        self._again = AGAIN if draft is None else None  # a draft model has no keys of what it did not see
+        self._graphs: dict[int, tuple[Graph, ...]] = {}  # by guesses: one a rank
+        self._governs = governed and (costs is not None or self.devices[0].kind == "cuda")
+        sizes = (guesses,) if not self._governs else pass_sizes(guesses) if costs is None else sorted(costs)
+        self._start(verify, sizes)
+        self._catch_up = self._capture_catch_up()
+        self._behind = 0  # ids that a draft model has not seen
+        self.costs = self._measure() if costs is None and self.devices[0].kind == "cuda" else costs
+        self._governor = self._new_governor()
         self._note_memory()
 
-    def _start(self, drafter: Drafter, verify: str, buffers: PassBuffers) -> tuple[Graph, Graph]:
+    def _open_draft(self, draft: CheckpointLike, fp8: bool, progress: Progress | None) -> Prompt:
+        """On rank 0's device; what is left there must hold it."""
+        length = self.max_model_len + self._rows
+        (rank,) = assemble(self.devices[:1], draft, fp8=fp8, max_len=length, progress=progress)
+        self._draft_rank = replace(rank, shares_gpu=ranks_on_gpu(self.devices, 0) > 1)
+        prompt = Prompt([self._draft_rank], captured=self._note_memory)
+        prompt.load()
+        return prompt
+
+    def _make_drafters(self, ngram: int | None) -> list[Drafter | None]:
+        """One a rank; None where the guesses are rank 0's."""
+        if ngram is not None:
+            pairs = zip(self.ranks, self._buffers, strict=True)
+            return [NgramDrafter(rank, ngram, buffers.no_draft) for rank, buffers in pairs]
+        assert self._draft_prompt is not None
+        first = ModelDrafter(self._draft_rank, self._draft_prompt, self.text_vocab)
+        return [first, *(None for _ in self.ranks[1:])]
+
+    def _share(self) -> list[SharedGuesses]:
+        meetings = [rank.decode.sampler.meeting for rank in self.ranks]
+        return SharedGuesses.create_ranks(self.devices, [m.limit for m in meetings if m is not None])
+
+    def _start(self, verify: str, sizes: Sequence[int]) -> None:
         """Make passes ready. Where products of several rows find no room (small multiprocessors), prefill's do."""
         try:
-            self._pass = Pass.create(self.ranks[0], drafter, verify, buffers)
-            return self._capture()
+            self._passes = [
+                Pass.create(rank, drafter, verify, buffers, sizes, self._shared[i] if self._shared else None)
+                for i, (rank, drafter, buffers) in enumerate(
+                    zip(self.ranks, self._drafters, self._buffers, strict=True)
+                )
+            ]
+            self._capture(sizes)
         except NoRoomError:
             if verify != "rows":
                 raise
-        return self._start(drafter, "chunk", buffers)
+            self._start("chunk", sizes[-1:])
 
-    def _capture(self) -> tuple[Graph, Graph]:
-        """A pass and a step as graphs, their kernels loaded by ones that post nothing (the limit is step 0)."""
-        device, graphs = self.devices[0], []
-        self._pass.drafter.begin([0], 0.0, 0)
-        self._pass.begin()
-        for queue in (self._pass.queue, self._pass.queue_step):
-            queue()
-            device.synchronize()
-            with device.capture() as capture:
-                queue()
-            graphs.append(capture.graph)
-        return graphs[0], graphs[1]
+    def _capture(self, sizes: Sequence[int]) -> None:
+        """A pass of each size and a step as graphs, all kernels loaded before. What is run on the way posts nothing."""
+        for drafter in self._drafters:
+            if drafter is not None:
+                drafter.begin([0], 0.0, 0)
+        for each in self._passes:
+            each.begin()
+            with each.rank.device.rehearsing():
+                for guesses in (0, *sizes):
+                    for _ in each.queue(guesses):
+                        pass
+            each.rank.device.synchronize()
+        self._graphs = {
+            guesses: tuple(self._captured(each, guesses) for each in self._passes) for guesses in (0, *sizes)
+        }
 
-    def _measure(self) -> float:
-        """What a pass costs, in steps; by the host's clock, of passes that post nothing."""
-        seconds = []
-        for graph in self._live_graphs():
-            for rounds in (2, 8):
+    @staticmethod
+    def _captured(each: Pass, guesses: int) -> Graph:
+        with each.rank.device.capture() as capture:
+            for _ in each.queue(guesses):
+                pass
+        return capture.graph
+
+    def _capture_catch_up(self) -> Graph | None:
+        """On rank 0, where there is a draft model that may fall behind."""
+        if self._draft_prompt is None or not self._governs:
+            return None
+        first, device = self._passes[0], self.devices[0]
+        with device.rehearsing():
+            first.catch_up()
+        with device.capture() as capture:
+            first.catch_up()
+        return capture.graph
+
+    def _measure(self) -> dict[int, float]:
+        """What passes cost, in steps, by their guesses; by the host's clock, of passes that post nothing."""
+        seconds = {}
+        for guesses in self._live_graphs():
+            rounds = 1
+            for _ in range(3):
                 begin = time.perf_counter()
-                for _ in range(rounds):
-                    graph.launch()
-                self.devices[0].synchronize()
+                self._launch(guesses, rounds)
+                self._wait()
                 took = (time.perf_counter() - begin) / rounds
-            seconds.append(took)
-        return seconds[0] / seconds[1]
+                rounds = min(max(2, int(MEASURED_S / took)), 64)
+            seconds[guesses] = took
+        return {guesses: took / seconds[0] for guesses, took in seconds.items()}
+
+    def _launch(self, guesses: int, times: int = 1) -> None:
+        """Queue passes on all ranks."""
+        graphs = self._live_graphs()[guesses]
+        with self._together():
+            for _ in range(times):
+                for graph in graphs:
+                    graph.launch()
+
+    def _wait(self) -> None:
+        with self._naming_ranks():
+            for device in self.devices:
+                device.synchronize()
 
     @property
     def speculated(self) -> PassCounts:
         """See Runner: since the runner was made."""
         if self._counted is not None:
             return self._counted
-        passes, _, right, guesses = (int(word) for word in self._pass.buffers.told.words)
-        return PassCounts(passes, guesses, right, self._steps)
+        right, guesses, compared, passes = (int(word) for word in self._told[2:6])
+        done = self._log[: passes - self._before.passes]  # those queued too many gave nothing
+        steps = self._before.steps + done.count(0)
+        cost = None if self.costs is None else (self._before.cost or 0.0) + sum(self.costs.get(k, 1.0) for k in done)
+        return PassCounts(passes, guesses, right, steps, compared, cost)
+
+    @property
+    def _told(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """What accept.cu tells the host: passes, ids posted, guesses right, guesses, compared, passes that posted."""
+        return self._buffers[0].told.words
 
     def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int) -> Iterator[int]:
         """See Runner. The first id is posted by prefill, the others by passes."""
         self._live_step()
         self._hash = None
-        first, b, rank = self._launched, self._pass.buffers, self.ranks[0]
+        first = self._launched
         end = first + max_tokens
-        b.limit.upload(np.array([end], np.uint32))
-        b.history.view((len(ids),)).upload(np.asarray(ids, np.int32))
-        rank.decode.sampler.set_params(temperature, seed, self.text_vocab)
-        self._pass.drafter.begin(ids, temperature, seed)
-        rank.decode.sampler.set_position(0, len(ids) - 1)
-        self.prompt.queue(ids)
-        self._pass.begin()
-        self._launched = first + 1
-        queued, governor = self._ended(), Governor(self.cost if self.governed else None, self._again)
+        self._before, self._log, self._behind = self.speculated, [], 0
+        self._governor.begin(int(self._told[2]), int(self._told[4]))
+        with self._together():
+            for each in self._passes:
+                sampler, b = each.rank.decode.sampler, each.buffers
+                b.limit.upload(np.array([end], np.uint32))
+                b.history.view((len(ids),)).upload(np.asarray(ids, np.int32))
+                sampler.set_params(temperature, seed, self.text_vocab)
+                sampler.set_position(0, len(ids) - 1)
+            self.prompt.queue(ids)
+            for each in self._passes:  # after the target's prompt, whose first id so comes no later
+                if each.drafter is not None:
+                    each.drafter.begin(ids, temperature, seed)
+                each.begin()
+            self._launched = first + 1
+        queued = self._ended()
         try:
             for number in range(first, end):
-                queued = self._queue_passes(governor, queued, number, end)
+                queued = self._queue_passes(queued, number, end)
                 self._first_reads += number == first
                 yield self._read(number, position=len(ids) + number - first)
         finally:
-            self.devices[0].synchronize()  # passes still queued end: how many ids they post is theirs to say
-            self._launched = max(self._launched, int(b.told.words[1]))
+            self._wait()  # passes still queued end: how many ids they post is theirs to say
+            self._launched = max(self._launched, int(self._told[1]))
 
     def _ended(self) -> int:
         """Passes that have ended, of all."""
-        return int(self._pass.buffers.told.words[0])
+        return int(self._told[0])
 
-    def _queue_passes(self, governor: Governor, queued: int, number: int, end: int) -> int:
+    def _queue_passes(self, queued: int, number: int, end: int) -> int:
         """Queue passes, so that id `number` will come and some work is ahead; how many have been queued, of all."""
-        graphs, b = self._live_graphs(), self._pass.buffers
         ahead = PASSES_AHEAD if self.devices[0].kind == "cuda" else 0  # the simulator works while the host launches
+        told = self._told
         ended = self._ended()  # before the ids: a pass that ends in between counts as one that has not
-        posted = max(self._launched, int(b.told.words[1]))
+        posted = max(self._launched, int(told[1]))
         while queued - ended < min(1 + ahead, end - posted) and posted - number < self._rows:
-            counts = self.speculated
-            if governor.guess(counts.guesses // (self._rows - 1), counts.right):
-                graphs[0].launch()
-            else:
-                graphs[1].launch()
-                self._steps += 1
+            guesses = self._governor.choose(int(told[2]), int(told[4]), end - posted - 1)
+            if guesses and self._behind:
+                self._catch_up_with(self._behind)
+            self._behind = 0 if guesses else self._behind + 1
+            self._launch(guesses)
+            self._log.append(guesses)
             queued += 1
         return queued
 
-    def replay_passes(self, context: int, passes: int) -> None:
-        """Queue passes at position `context`, that cost what others do and post nothing: for benches."""
-        rank = self.ranks[0]
-        self._pass.buffers.limit.upload(np.array([0], np.uint32))
-        rank.decode.sampler.set_position(0, context)
-        self._pass.begin()
-        for _ in range(passes):
-            self._live_graphs()[0].launch()
+    def _catch_up_with(self, ids: int) -> None:
+        """Queue, on rank 0, what gives a draft model the keys of so many ids."""
+        if self._catch_up is not None:
+            for _ in range(0, ids, CATCH):
+                self._catch_up.launch()
 
-    def _live_graphs(self) -> tuple[Graph, Graph]:
-        if self._graphs is None:
+    def force(self, acceptance: float) -> None:
+        """Of a runner made with `forced`: a guess now stands with this probability. What was seen is forgotten."""
+        for buffers in self._buffers:
+            buffers.force(acceptance)
+        self._governor = self._new_governor()
+
+    def _new_governor(self) -> Governor:
+        return Governor(self.costs if self._governed else None, self._rows - 1)
+
+    def replay_passes(self, context: int, passes: int, guesses: int) -> None:
+        """Queue passes at position `context`, that cost what others do and post nothing: for benches."""
+        for each in self._passes:
+            each.buffers.limit.upload(np.array([0], np.uint32))
+            each.rank.decode.sampler.set_position(0, context)
+            each.begin()
+        self._launch(guesses, passes)
+
+    def _live_graphs(self) -> dict[int, tuple[Graph, ...]]:
+        if not self._graphs:
             raise QwenRawError("this runner is closed")
         return self._graphs
 
     def close(self) -> None:
         """See Runner."""
-        if self._graphs is None:
+        if not self._graphs:
             return
         self._counted = self.speculated  # what it is read from goes with the device
-        graphs, self._graphs = self._graphs, None
+        graphs, self._graphs = [*chain(*self._graphs.values())], {}
+        if self._catch_up is not None:
+            graphs.append(self._catch_up)
         drafts = [] if self._draft_prompt is None else [self._draft_prompt.close]
         close_all([*(graph.close for graph in graphs), *drafts, super().close])

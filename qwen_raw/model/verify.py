@@ -1,21 +1,24 @@
 """The verification of a speculative pass: logits after each of M ids, in one run through the weights.
 
 A decode step for M rows: the same launches, with products of include/gemv_rows.cuh and attention of M tokens. Ids and
-the position of the first are read from device memory; keys and values of all M positions are appended.
+the position of the first are read from device memory; keys and values of all M positions are appended. At several ranks
+O and down leave shares that are summed over ranks, and a rank has the logits of its rows of the LM head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qwen_raw.config import ModelConfig
-from qwen_raw.device import Buffer
+from qwen_raw.device import Buffer, Device
 from qwen_raw.kernels.accept import PassBuffers
 from qwen_raw.kernels.attn_decode import Workspace, attn_decode
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemv_rows import GemvRows, RowsWorkspace
 from qwen_raw.kernels.gemv_rows_bf16 import GEMV_ROWS as ROWS_BF16
 from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as ROWS_FP8
+from qwen_raw.kernels.linear import Linear
 from qwen_raw.model.rank import Rank
 
 LEAST_SPLIT = 2048  # of a row, what one block can take of it with 16 rows: what the workspace's size follows from
@@ -25,6 +28,23 @@ def workspace_sums(c: ModelConfig, M: int) -> int:
     """The most partial sums, over all products of M rows, that splits of a row leave."""
     shapes = ((c.D, c.I), (2 * c.I, c.D), ((c.H + 2 * c.KV) * c.HD, c.D), (c.V, c.D), (c.D, c.H * c.HD))
     return max((K // LEAST_SPLIT + 1) * M * N for N, K in shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallel:
+    """O and down for several rows, as qwen_raw/kernels/products.py's RowProducts."""
+
+    rows: GemvRows
+    workspace: RowsWorkspace
+    pdl: bool
+
+    def add(self, dev: Device, h: Buffer, a: Buffer, w: Linear) -> None:
+        """See RowProducts."""
+        self.rows.add(dev, h, a, w, self.workspace, pdl=self.pdl)
+
+    def store(self, dev: Device, y: Buffer, a: Buffer, w: Linear) -> None:
+        """See RowProducts."""
+        self.rows.store(dev, y, a, w, self.workspace, pdl=self.pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +64,28 @@ class RowsVerifier:
         attention = Workspace.create(dev, c.H, c.KV, c.HD, rank.cache.max_len, T=M)
         return RowsVerifier(rank, M, attention, RowsWorkspace.create(dev, sums))
 
-    def queue(self, b: PassBuffers, logits: Buffer) -> None:
-        """logits f32 [M, V] after every row of b.ids, whose first is at b.span's position.
+    def queue(self, b: PassBuffers, logits: Buffer) -> Iterator[None]:
+        """logits f32 [M, V of this rank] after every row of b.ids, whose first is at b.span's position.
 
-        The embedding is an ordinary launch: attention, a dependent one, reads the position before its predecessor ends.
+        Yields after every sum over ranks (`qwen_raw.model.decode.level`). The embedding is an ordinary launch:
+        attention, a dependent one, reads the position before its predecessor ends.
         """
         rank, M, ws = self.rank, self.M, self.products
-        dev, c, w, p = rank.device, rank.shard.local, rank.weights, rank.prefill
-        h, q, attn = p.h.view((M, c.D)), p.q.view((M, c.H, c.HD)), p.attn.view((M, c.H, c.HD))
+        dev, c, w, p, residual = rank.device, rank.shard.local, rank.weights, rank.prefill, rank.residual
+        h, q, attn, share = (x.view((M, *x.shape[1:])) for x in (p.h, p.q, p.attn, p.n))
         act, pos, pdl = p.act.view((M, c.I)), b.span.view((1,)), not rank.shares_gpu
         rows: GemvRows = ROWS_FP8 if w.fp8 else ROWS_BF16
+        parallel = RowParallel(rows, ws, pdl)
         embed(dev, h, w.embed, b.ids)
         for layer, k, v in zip(w.layers, rank.cache.k, rank.cache.v, strict=True):
             bias, rope, eps = layer.qkv_bias, rank.rope, c.rms_eps
             rows.qkv(dev, q, k, v, h, layer.norm1, layer.qkv, bias, rope, pos, eps, ws, pdl=pdl)
             attn_decode(dev, attn, q, k, v, pos, self.attention, pdl=pdl)
-            rows.add(dev, h, attn.view((M, c.H * c.HD)), layer.o, ws, pdl=pdl)
+            residual.products(parallel, h, attn.view((M, c.H * c.HD)), layer.o, share)
+            residual.reduce(h, pdl=pdl, spare=share)
+            yield
             rows.swiglu(dev, act, h, layer.norm2, layer.gate, layer.up, eps, ws, pdl=pdl)
-            rows.add(dev, h, act, layer.down, ws, pdl=pdl)
+            residual.products(parallel, h, act, layer.down, share)
+            residual.reduce(h, pdl=pdl, spare=share)
+            yield
         ROWS_BF16.logits(dev, logits, h, w.norm, w.head, c.rms_eps, ws, pdl=pdl)

@@ -57,8 +57,11 @@ USAGE = [
     (["-p", "a", "--ngram", "0"], "0 is less than 1"),
     (["-p", "a", "--ngram", "2147483648"], "n-grams of 2147483648 ids: 1 to 1000 are possible"),
     (["-p", "a", "--ngram", "2"], "speculation needs a GPU"),
-    (["-p", "a", "--ngram", "2", "--tp", "2", "--device", "sim"], "speculation runs on one GPU, tp is 2"),
-    (["-p", "a", "--draft", "random:0.5b", "--device", "sim"], "they must share one"),
+    (["-p", "a", "--ngram", "2", "--tp", "2", "--device", "sim", "--comm", "host"], "comm host cannot"),
+    (
+        ["-p", "a", "--draft", "random:0.5b", "--device", "sim"],
+        "token 0 is '<0x00>' there and '!' in the model",
+    ),
 ]
 
 

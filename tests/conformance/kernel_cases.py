@@ -20,7 +20,7 @@ from loaders.dtypes import bf16_to_f32, f16_to_f32
 from qwen_raw.device import BF16, E4M3, F16, F32, I32, Buffer
 from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin
 from qwen_raw.kernels.bandwidth import read_all
-from qwen_raw.kernels.draft import draft_ngram, draft_row
+from qwen_raw.kernels.draft import draft_catch, draft_ngram, draft_row
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
 from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
@@ -327,6 +327,37 @@ def run_draft_ngram(machine: Machine, rng: np.random.Generator) -> Outputs:
     return results
 
 
+def run_draft_catch(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """The ids of a stretch, in two parts; some are unknown to the draft model."""
+    dev = machine.dev
+    b, request, results = PassBuffers.create(dev, 3, 400, 700), dev.zeros((4 + 270,), I32), {}
+    b.history.view((400,)).upload(rng.integers(0, 700, 400, dtype=np.int32))
+    b.filled.upload(np.array([9], np.int32))
+    state = dev.array(np.array([1, 391, 5, 0], np.int32))
+    for call in range(3):
+        draft_catch(dev, state, b.filled, b.history, request, 600)
+        results[f"request {call}"] = exact(request.download())
+    return results | {"filled": exact(b.filled.download())}
+
+
+def run_accept_forced(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """Half of the guesses stand, whatever they are."""
+    dev, M, V, states = machine.dev, 4, 700, []
+    b, s = PassBuffers.create(dev, M, 60, V, forced=True), Sampler.create(dev, V, 3)
+    draft = dev.zeros((4,), I32)
+    s.set_params(0.8, int(rng.integers(1 << 63)), 690)
+    s.set_position(1, 10)
+    b.limit.upload(np.array([40], np.uint32))
+    b.force(0.5)
+    accept_begin(dev, b, s, draft)
+    for _ in range(6):
+        b.ids.upload(rng.integers(0, 690, M, dtype=np.int32))
+        accept(dev, b, s, draft, dev.array(rng.standard_normal((M, V)).astype(np.float32)), 500)
+        states.append(np.concatenate([x.download().reshape(-1) for x in (s.state, draft, b.rows, b.history)]))
+    machine.finish()
+    return {"states": exact(np.array(states)), "ring": exact(s.ring.words.copy()), "told": exact(b.told.words.copy())}
+
+
 def run_accept(machine: Machine, rng: np.random.Generator) -> Outputs:
     """Greedy passes of which every number of guesses is right; then one with a damaged row, and one at the limit."""
     dev, M, V, states = machine.dev, 4, 700, []
@@ -382,6 +413,8 @@ def all_cases() -> list[Case]:
         Case("draft_row", run_draft_row),
         Case("draft_ngram", run_draft_ngram),
         Case("accept_begin", run_accept),
+        Case("draft_catch", run_draft_catch),
         Case("accept_f32", run_accept),
+        Case("accept_forced_f32", run_accept_forced),
         Case("read_v4", run_bandwidth),
     ]

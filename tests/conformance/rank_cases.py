@@ -10,11 +10,13 @@ from conformance.kernel_cases import ADD, EPS, Case, Outputs, exact, fp32, round
 from conformance.machines import LIMIT_NS, MOST_RANKS, Machine
 from kernel_reference import bf16_input, make_linear
 
-from qwen_raw.device import BF16, F32, U32
+from qwen_raw.device import BF16, F32, I32, U32
 from qwen_raw.kernels import allreduce_flag, allreduce_lamport, allreduce_twoshot, signal
+from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin
 from qwen_raw.kernels.allreduce_host import allreduce_host as read_and_sum
 from qwen_raw.kernels.allreduce_host import load
 from qwen_raw.kernels.allreduce_norm import allreduce_norm as reduce_and_norm
+from qwen_raw.kernels.draft import SharedGuesses, draft_share
 from qwen_raw.kernels.gemv_exchange import Exchange, GemvExchange, Next
 from qwen_raw.kernels.gemv_exchange_bf16 import EXCHANGE as EXCHANGE_BF16
 from qwen_raw.kernels.gemv_exchange_fp8 import EXCHANGE as EXCHANGE_FP8
@@ -157,6 +159,35 @@ def run_sample_ranks(machine: Machine, rng: np.random.Generator) -> Outputs:
     return results | {f"ring of rank {r}": exact(s.ring.words.copy()) for r, s in enumerate(samplers)}
 
 
+def run_passes(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """Rank 0's guesses reach the other rank; both choose from what rows each has, and keep the same."""
+    M, V, parts = 4, 700, [range(0, 301), range(301, 700)]
+    samplers = Sampler.create_ranks(machine.ranks, parts, limit_ns=LIMIT_NS, blocks=3)
+    buffers = PassBuffers.create_ranks(machine.ranks, M, 60, V)
+    shared = SharedGuesses.create_ranks(machine.ranks, [s.meeting.limit for s in samplers if s.meeting is not None])
+    drafts, results = [rank.zeros((4,), I32) for rank in machine.ranks], {}
+    ends = list(zip(machine.ranks, samplers, buffers, drafts, shared, strict=True))
+    for rank, s, b, draft, _ in ends:
+        s.set_params(0.0, 0, 690)
+        s.set_position(1, 10)
+        b.limit.upload(np.array([40], np.uint32))
+        accept_begin(rank, b, s, draft)
+    for step in range(5):
+        logits = fp32(rng, M, V)
+        choices = logits[:, :690].argmax(1)
+        ids = np.array([1, *(c + (i >= step) for i, c in enumerate(choices[:-1]))], np.int32)
+        buffers[0].ids.upload(ids)
+        rows = [rank.array(logits[:, s.rows.start : s.rows.stop].copy()) for rank, s, *_ in ends]
+        with machine.together(("draft", "draft_share"), ("accept", "accept_f32")):
+            for (rank, s, b, draft, end), mine in zip(ends, rows, strict=True):
+                draft_share(rank, b.ids, b.rows, end)
+                accept(rank, b, s, draft, mine)
+        for r, (_, s, b, *_) in enumerate(ends):
+            left = np.concatenate([x.download().reshape(-1) for x in (s.state, b.rows, b.history, b.ids)])
+            results[f"pass {step}, rank {r}"] = exact(left)
+    return results | {f"ring of rank {r}": exact(s.ring.words.copy()) for r, s in enumerate(samplers)}
+
+
 def run_signal(machine: Machine, rng: np.random.Generator) -> Outputs:
     """Both ends on one stream, three hand-overs ahead at most: the slots come round twice."""
     return hand_over(machine, rng, signal.signal_put, signal.signal_take)
@@ -225,4 +256,5 @@ def rank_cases() -> list[Case]:
         Case("signal_ring", run_signal_parts),
         Case("signal_fetch", run_signal_parts),
         Case("sample_ranks_f32", run_sample_ranks, ranks=2),
+        Case("draft_share", run_passes, ranks=2),
     ]

@@ -325,6 +325,19 @@ def test_what_one_rank_has_no_use_for_is_named() -> None:
         assert engine.notes == ("comm flag has no effect: one rank has nothing to sum",)
 
 
+def test_a_draft_model_of_another_tokenizer_is_refused(copy: Path) -> None:
+    """Of as many ids, two of which are swapped."""
+    file = copy / "tokenizer.json"
+    content = read_json(file)
+    vocab = content["model"]["vocab"]
+    one, other = (next(text for text, number in vocab.items() if number == n) for n in (300, 301))
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    file.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        load(device="sim", speculation=qwen_raw.Speculation(draft=copy))
+    assert f"has another tokenizer: token 300 is {other!r} there and {one!r} in the model" in str(caught.value)
+
+
 def test_progress_reaches_its_total() -> None:
     seen: list[tuple[str, int, int]] = []
     load(device="cpu", progress=lambda *step: seen.append(step)).close()

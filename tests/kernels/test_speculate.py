@@ -9,7 +9,7 @@ from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import logits_hash
 from qwen_raw.generation.sampling import choose
 from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin
-from qwen_raw.kernels.draft import draft_ngram, draft_row
+from qwen_raw.kernels.draft import draft_catch, draft_ngram, draft_row
 from qwen_raw.kernels.sample import BAD_ID, SLOTS, Sampler
 
 Array = np.ndarray[Any, Any]
@@ -62,7 +62,7 @@ class Passes:
         )
         self.s.set_params(temperature, seed, TEXT)
         self.token, self.pos, self.step, self.history = 9, 20, 0, {20: 9}
-        self.told = [0, 0, 0, 0]
+        self.told = [0] * 6
         self.s.set_position(self.token, self.pos)
         self.limit(1000)
         accept_begin(dev, self.b, self.s, self.draft)
@@ -97,8 +97,11 @@ class Passes:
             stands = want.index(BAD_ID) + 1
         self.told[0] += 1
         if stands:
+            wrong = stands == right + 1 < self.M and want[stands - 1] != BAD_ID
             self.told[2] += stands - 1
             self.told[3] += self.M - 1
+            self.told[4] += stands - 1 + wrong
+            self.told[5] += 1
         ring = self.s.ring.words
         self.dev.synchronize()
         for i, id_ in enumerate(want[:stands]):
@@ -144,6 +147,74 @@ def test_a_logit_that_is_not_finite_ends_the_pass(dev: Any, rng: np.random.Gener
     logits[bad_row, 300] = np.nan
     assert passes.run(logits, 3) == bad_row + 1
     assert passes.run(rng.standard_normal((4, V)).astype(np.float32), 3) == 4
+
+
+def test_an_id_that_the_draft_model_does_not_know_is_its_id_0(dev: Any) -> None:
+    passes = Passes(dev, 2)
+    logits = np.zeros((2, V), np.float32)
+    for choice, known in ((80, 81), (80, 80)):
+        logits[0] = 0.0
+        logits[0, choice] = 1.0
+        passes.b.ids.upload(np.array([9, 0], np.int32))
+        accept(dev, passes.b, passes.s, passes.draft, dev.array(logits), known)
+        assert passes.draft.download()[0] == (80 if known > 80 else 0)
+        assert passes.s.state.download()[0] == 80
+    accept_begin(dev, passes.b, passes.s, passes.draft, 80)
+    assert passes.draft.download()[0] == 0
+
+
+def test_forced_guesses_stand_whatever_is_right(dev: Any, rng: np.random.Generator) -> None:
+    """As often as asked for; what is posted before a row that stands is that row's id, and else the choice."""
+    M, passes = 4, 40
+    for acceptance in (0.0, 0.5, 1.0):
+        b, s = PassBuffers.create(dev, M, MAX_LEN, V, forced=True), Sampler.create(dev, V, 2)
+        draft = dev.zeros((4,), np.dtype(np.int32))
+        s.set_params(0.0, 0, TEXT)
+        s.set_position(9, 20)
+        b.limit.upload(np.array([1000], np.uint32))
+        b.force(acceptance)
+        accept_begin(dev, b, s, draft)
+        pos = 20
+        for _ in range(passes):
+            logits = rng.standard_normal((M, V)).astype(np.float32)
+            ids, choices = rng.integers(0, TEXT, M), logits[:, :TEXT].argmax(1)
+            b.ids.upload(ids.astype(np.int32))
+            accept(dev, b, s, draft, dev.array(logits))
+            token, now = (int(x) for x in s.state.download()[:2])
+            stood = now - pos - 1
+            history = b.history.download()
+            assert history[pos + 1 : now].tolist() == ids[1 : stood + 1].tolist()
+            assert token == history[now] == choices[stood]
+            ring = s.ring.words.reshape(SLOTS, 2)[(np.arange(pos, now) - 20) % SLOTS, 0] & 0xFFFFFFFF
+            assert ring.tolist() == [*ids[1 : stood + 1], choices[stood]]
+            assert stood == {0.0: 0, 1.0: M - 1}.get(acceptance, stood)
+            pos = now
+            if pos > MAX_LEN - M:
+                break
+        right, compared = int(b.told.words[2]), int(b.told.words[4])
+        assert abs(right / compared - acceptance) < 0.15
+    with pytest.raises(QwenRawError, match="forced to 2"):
+        b.force(2.0)
+    with pytest.raises(QwenRawError, match="cannot be forced"):
+        PassBuffers.create(dev, M, MAX_LEN, V).force(0.5)
+
+
+def test_keys_that_a_draft_model_lacks(dev: Any, rng: np.random.Generator) -> None:
+    """A pass of one row leaves them out; draft_catch asks for as many as fit, and in the end for one at least."""
+    passes = Passes(dev, 3)
+    b = passes.b
+    assert b.filled.download().tolist() == [20]
+    passes.run(rng.standard_normal((3, V)).astype(np.float32), 1)
+    assert b.filled.download().tolist() == [22]
+    for _ in range(9):
+        accept(dev, b, passes.s, passes.draft, dev.array(rng.standard_normal((1, V)).astype(np.float32)))
+    assert b.filled.download().tolist() == [22]
+    history, request = b.history.download(), dev.zeros((4 + 5,), np.dtype(np.int32))
+    for start, count, filled in ((22, 5, 27), (27, 4, 31), (31, 1, 31)):
+        draft_catch(dev, passes.s.state, b.filled, b.history, request, 300)
+        got = request.download().tolist()
+        assert got[:2] == [start, count] and b.filled.download().tolist() == [filled]
+        assert got[4 : 4 + count] == [x if x < 300 else 0 for x in history[start : start + count].tolist()]
 
 
 def test_what_does_not_fit_is_refused(dev: Any) -> None:

@@ -1,0 +1,80 @@
+"""Speculation at several ranks chooses what one rank's single steps do: simulated, on a shared GPU, and on two."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from model.ranks import PAIRS, open_ranks
+from model.speculating import MODEL, WAYS, Scripted, agreed, options, prompts
+
+from loaders.resolve import open_model
+from qwen_raw.model.runner import DeviceRunner
+from qwen_raw.model.speculative import SpeculativeRunner
+
+
+@pytest.fixture(params=PAIRS)
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    yield from open_ranks(request.param)
+
+
+def states(runner: SpeculativeRunner) -> list[list[Any]]:
+    """Of every rank, after a request: ids and hashes as posted, the decode state, the text, what is counted."""
+    found = []
+    for each in runner._passes:
+        b, s = each.buffers, each.rank.decode.sampler
+        end = int(s.state.download()[1]) + 1
+        words = [x.download().ravel().tolist() for x in (s.state, b.counts, b.history.view((end,)))]
+        found.append([s.ring.words.tolist(), *words])
+    return found
+
+
+@pytest.mark.parametrize("verify", ["rows", "chunk"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ids_are_those_of_single_steps(ranks: list[Any], way: str, verify: str) -> None:
+    """Greedy and drawn, of one rank; and every rank holds the same state."""
+    model, many = open_model(MODEL), ranks[0].kind == "cuda"
+    if not many and (way, verify) == ("draft", "chunk"):
+        pytest.skip("slow, and both of its halves are covered")
+    length = 400 if many else 32
+    plain = DeviceRunner(ranks[0], model, **options(model, length))
+    guessing = SpeculativeRunner(
+        ranks, model, guesses=3, verify=verify, governed=False, **WAYS[way], **options(model, length)
+    )
+    equal = total = 0
+    try:
+        for temperature, count in ((0.0, 100 if many else 1), (0.7, 20 if many else 1)):
+            for number, ids in enumerate(prompts(count)):
+                request = {"max_tokens": 48 if many else 6, "temperature": temperature, "seed": number}
+                want, got = (list(runner.generate(ids, **request)) for runner in (plain, guessing))
+                total += len(want)
+                equal += agreed(plain, ids, want, got, request)
+        first, *others = states(guessing)
+        assert all(other == first for other in others)
+        assert equal > 0.8 * total, f"{equal} of {total} ids came before the first near-tie of their prompt"
+        assert guessing.speculated.right > 0 or not many
+    finally:
+        guessing.close()
+        plain.close()
+
+
+def test_passes_of_any_size_and_steps_mix(ranks: list[Any]) -> None:
+    """What the host says next, all ranks do; a stream that is left early disturbs nothing."""
+    model, many = open_model(MODEL), ranks[0].kind == "cuda"
+    length = 600 if many else 40
+    request = {"max_tokens": length - 12, "temperature": 0.0, "seed": 0}
+    plain = DeviceRunner(ranks, model, **options(model, length))
+    guessing = SpeculativeRunner(
+        ranks, model, guesses=3, verify="steps", costs={1: 1.5, 3: 2.5}, **WAYS["draft"], **options(model, length)
+    )
+    try:
+        guessing._governor = Scripted([3, 0, 0, 1, 0, 3])  # type: ignore[assignment]
+        ids = prompts(1)[0][:8]
+        want = list(plain.generate(ids, **request))
+        assert list(guessing.generate(ids, **request)) == want
+        stream = guessing.generate(ids, **request)
+        assert [next(stream) for _ in range(3)] == want[:3]
+        stream.close()
+        assert list(guessing.generate(ids, **request)) == want
+    finally:
+        guessing.close()
+        plain.close()
