@@ -63,19 +63,16 @@ def generated(runner: Any, ids: list[int], steps: int, temperature: float = 0.0)
     return [(got, runner.logits_hash) for got in runner.generate(ids, **options)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("config", [SMALL, UNTIED], ids=["tied", "untied"])
-def test_ids_and_hashes_are_those_of_one_device(
-    pair: list[Any], make: Make, kind: Any, config: ModelConfig, temperature: float
-) -> None:
-    """Request after request, one of which is left early, its surplus steps still queued."""
+def test_ids_and_hashes_are_those_of_one_device(pair: list[Any], make: Make, kind: Any, config: ModelConfig) -> None:
+    """Request after request, greedy and drawn; one of them is left early, its surplus steps still queued."""
     model, gpu = biased_checkpoint(config), pair[0].kind == "cuda"
     steps = 60 if gpu else 4
     one, two = make(DeviceRunner, pair[0], model), make(kind, pair, model)
     left = two.generate([3, 4], max_tokens=9, temperature=0.0, seed=0)
     next(left), next(left)
     left.close()
-    for prompt in ([7, 90, 33], [2] * (30 if gpu else 2)):
+    for prompt, temperature in (([7, 90, 33], 0.0), ([2] * (30 if gpu else 2), 0.8)):
         assert generated(two, prompt, steps, temperature) == generated(one, prompt, steps, temperature)
 
 
@@ -115,7 +112,7 @@ def test_fp8_and_a_prompt_of_several_chunks(
     monkeypatch.setattr("qwen_raw.model.state.CHUNK", 32 if gpu else 8)
     model = biased_checkpoint(SMALL)
     one, two = (make(k, d, model, "fp8") for k, d in ((DeviceRunner, pair[0]), (kind, pair)))
-    prompt = [1 + 7 * i % 200 for i in range(75 if gpu else 13)]
+    prompt = [1 + 7 * i % 200 for i in range(64 if gpu else 16)]  # all rows of the last chunk
     assert generated(two, prompt, 3) == generated(one, prompt, 3)
 
 
