@@ -56,18 +56,19 @@ def open_devices(a: Any) -> Iterator[tuple[Sequence[Device], dict[str, Any], str
 
 
 def open_both(
-    kind: type[DeviceRunner], devices: Sequence[Device], spec: str, length: int
-) -> tuple[DeviceRunner, DeviceRunner]:
-    """The model on the first device alone, and as `kind` on all."""
+    kind: type[DeviceRunner], devices: Sequence[Device], spec: str, prompts: Sequence[int], tokens: int
+) -> tuple[DeviceRunner, DeviceRunner, list[int]]:
+    """The model on the first device alone, and as `kind` on all; which of the prompts' lengths have room in it."""
     model, dtype = split_spec(spec)
     checkpoint = open_model(model, dtype)
     config = checkpoint.config
-    if length > config.max_position:
-        raise UsageError(f"{model} has {config.max_position} positions, {length} were asked for")
+    fitting = [n for n in prompts if n + 2 * tokens <= config.max_position]
+    if not fitting:
+        raise UsageError(f"{model} has {config.max_position} positions, {min(prompts) + 2 * tokens} were asked for")
     options: dict[str, Any] = {
-        "dtype": dtype, "max_model_len": length, "text_vocab": config.V, "owns_device": False,
+        "dtype": dtype, "max_model_len": max(fitting) + 2 * tokens, "text_vocab": config.V, "owns_device": False,
     }  # fmt: skip
-    return DeviceRunner(devices[0], checkpoint, **options), kind(devices, checkpoint, **options)
+    return DeviceRunner(devices[0], checkpoint, **options), kind(devices, checkpoint, **options), fitting
 
 
 def prompt_of(runner: DeviceRunner, tokens: int) -> list[int]:

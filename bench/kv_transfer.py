@@ -62,10 +62,9 @@ def main() -> int:
         gpus = gpus_of(devices)
         for spec in a.model or (MODELS if gpus else (SMALLEST,)):
             model, dtype = split_spec(spec)
-            room = max(a.prompt) + 2 * a.tokens
-            one, apart = open_both(TransferRunner, devices, spec, room)
+            one, apart, prompts = open_both(TransferRunner, devices, spec, a.prompt, a.tokens)
             assert isinstance(apart, TransferRunner)
-            for prompt in a.prompt:
+            for prompt in prompts:
                 row: dict[str, Any] = {"model": model, "dtype": dtype}
                 row |= compare(one, apart, prompt, a.tokens, a.repeats if gpus else 0)
                 if gpus:

@@ -3,8 +3,8 @@
     python -m bench.pipeline [--devices 0,1 | --sim 2] [--model SPEC[:DTYPE] …] [--prompt 512] [--tokens 128]
 
 Ids and hashes of the logits are compared, and must be equal. `tok/s` is event time of decode steps back to back, the
-slowest device's, `one` that of one device; `hand-over` is what a step takes longer, over the hand-overs in it: a hidden
-state to every next stage, and the decode state back. Where stages share a GPU a step also loses dependent launches.
+slowest device's, `one` that of the first device alone. `hand-over` is a step less the stages' parts of it, each timed
+by itself, over the hand-overs in it: a hidden state to every next stage, and the decode state to each but the last.
 TTFT is the host's time from the request to the first id.
 """
 
@@ -16,10 +16,23 @@ from bench.common import command, save
 from bench.decode import split_spec, step_us
 from bench.hand_over import SMALLEST, add_arguments, compare, gpus_of, open_both, open_devices
 from qwen_raw.cli.arguments import Parser
+from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import UsageError
+from qwen_raw.model.decode import StepOptions
 from qwen_raw.model.pipeline import PipelineRunner
+from qwen_raw.model.runner import DeviceRunner, Step
 
 MODELS = ("tiny-shakespeare:bf16", "random:7b:bf16", "random:7b:fp8")
+
+
+def stages_us(gpus: list[CudaDevice], runner: DeviceRunner, context: int, tokens: int, repeats: int) -> list[float]:
+    """Median µs of each stage's part of a step, without hand-overs, replayed by itself."""
+    times = []
+    for gpu, stage in zip(gpus, runner.ranks, strict=True):
+        step = Step.create([stage], StepOptions(skip=frozenset({"reduce"} if stage.chooses else {"reduce", "sample"})))
+        times.append(step_us([gpu], runner, context, tokens, repeats, step)[0])
+        step.close()
+    return times
 
 
 def line(row: dict[str, Any]) -> str:
@@ -44,16 +57,17 @@ def main() -> int:
             raise UsageError("one device: there are at least two stages, as in --devices 0,0")
         gpus = gpus_of(devices)
         for spec in a.model or (MODELS if gpus else (SMALLEST,)):
-            one, staged = open_both(PipelineRunner, devices, spec, max(a.prompt) + 2 * a.tokens)
+            one, staged, prompts = open_both(PipelineRunner, devices, spec, a.prompt, a.tokens)
             model, dtype = split_spec(spec)
-            for prompt in a.prompt:
+            for prompt in prompts:
                 row = {"model": model, "dtype": dtype, "stages": len(devices)}
                 row |= compare(one, staged, prompt, a.tokens, a.repeats if gpus else 0)
                 if gpus:
                     alone, _ = step_us(gpus[:1], one, prompt, a.tokens, a.repeats, None)
                     us, spread = step_us(gpus, staged, prompt, a.tokens, a.repeats, None)
-                    row |= {"tok_s": 1e6 / us, "spread": spread, "one_tok_s": 1e6 / alone,
-                            "hand_over_us": (us - alone) / len(devices)}  # fmt: skip
+                    apart = stages_us(gpus, staged, prompt, a.tokens, a.repeats)
+                    row |= {"tok_s": 1e6 / us, "spread": spread, "one_tok_s": 1e6 / alone, "stages_us": apart,
+                            "hand_over_us": (us - sum(apart)) / (2 * len(devices) - 2)}  # fmt: skip
                 rows.append(row)
                 print(line(row), flush=True)
                 if gpus:
