@@ -6,7 +6,9 @@ Calls are chained in a graph a rank, h += Σ partial, as dependent launches and 
 held by one word and start together; a figure is the slowest rank's time over the calls, the median over replays.
 Path "host" cannot be captured: its figure is the host's clock over eager calls. "lamport fused" also writes
 RMSNorm(h)·g.
-A second table says what a call of 16 KB pays for what (bench/allreduce_parts.py).
+A second table says what a call of 16 KB pays for what (bench/allreduce_parts.py). A third times a small product
+together with the sum of its shares, which is how path "inline", that has no call of its own, is held against the others
+(qwen_raw/comm/measure.py). The JSON is written after every line.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import numpy as np
 from bench.allreduce_parts import parts_of
 from bench.common import command, environment, result_arguments, save
 from qwen_raw.cli.arguments import Parser, ordinals, positive
+from qwen_raw.comm.measure import measure_token
 from qwen_raw.comm.reduce import Lamport, Reducer, create_reducers
 from qwen_raw.device import BF16, F32
 from qwen_raw.driver.device import CudaDevice
@@ -218,24 +221,30 @@ def main() -> int:
     with ExitStack() as stack:
         ranks = Ranks([stack.enter_context(CudaDevice(n)) for n in a.devices])
         env = environment(ranks.devices[0], a.commit) | {"devices": a.devices}
-        for nbytes in a.bytes:
-            for path in a.paths:
-                if not measured(path, nbytes):
-                    continue
-                for figure in Message(ranks, path, nbytes).measure(a.calls, a.repeats):
-                    print(figure.line(), flush=True)
-                    rows.append(asdict(figure))
+
+        def tell(line: str, row: dict[str, Any]) -> None:
+            """A figure: printed, and in the JSON, should the run be cut off."""
+            print(line, flush=True)
+            rows.append(row)
+            save("allreduce", env, rows, a.output)
+
         for path in a.paths:
             if path != "host":
-                message = Message(ranks, path, 16 << 10)
-                parts = parts_of(message, ranks, a.calls)
-                print(parts.line(), flush=True)
-                rows.append(asdict(parts))
-    if not a.no_nccl:
-        for figure in nccl(a.devices, a.bytes, a.calls, a.repeats):
-            print(figure.line())
-            rows.append(asdict(figure))
-    save("allreduce", env, rows, a.output)
+                parts = parts_of(Message(ranks, path, 16 << 10), ranks, a.calls)
+                tell(parts.line(), asdict(parts))
+        for nbytes in (7 << 10, 16 << 10):
+            timed = measure_token(ranks.devices, nbytes // 2)
+            if timed is not None:
+                tell(
+                    timed.line(), {"kind": "with product", "bytes": nbytes, "width": timed.width, "us": dict(timed.us)}
+                )
+        for nbytes in a.bytes:
+            for path in a.paths:
+                if measured(path, nbytes):
+                    for figure in Message(ranks, path, nbytes).measure(a.calls, a.repeats):
+                        tell(figure.line(), asdict(figure))
+        for figure in [] if a.no_nccl else nccl(a.devices, a.bytes, a.calls, a.repeats):
+            tell(figure.line(), asdict(figure))
     return 0
 
 

@@ -201,6 +201,7 @@ def report(
         f"\n{model} {dtype}: T(tp) = {found.weight_us:.0f} µs / tp + {found.serial_us:.0f} µs + "
         f"{found.reduces} × {found.reduce_us:.2f} µs ({found.reduce_from})"
     )
+    print("# vLLM: another run's figures, on the same kind of GPU" if vllm else "# vLLM: not measured")
     print(f"{'tp':>4} {'tok/s':>8} {'speed-up':>9} {'Amdahl':>7} {'no sums':>8} {'measured':>9} {'vLLM':>6}")
     table, base = [], found.us(1)
     for tp in legal:

@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
     parser.add_argument(
-        "--comm", default="auto", help="path of the sums over ranks: auto, lamport, flag, twoshot, host"
+        "--comm", default="auto", help="path of the sums over ranks: auto, inline, lamport, flag, twoshot, host"
     )
     parser.add_argument("--prompts", type=positive, default=200)
     parser.add_argument("--distinct", type=positive, help="prompts before they repeat; default: a tenth of them")

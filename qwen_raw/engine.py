@@ -20,6 +20,7 @@ from loaders.resolve import open_model, open_tokenizer
 from loaders.tokenizer import Tokenizer
 from qwen_raw import checks
 from qwen_raw.config import ModelConfig
+from qwen_raw.device import Device
 from qwen_raw.errors import QwenRawError, UsageError, close_all
 from qwen_raw.generation.runner import Progress, Runner
 from qwen_raw.generation.sampling import SamplingParams
@@ -98,7 +99,7 @@ def load(
         device=placement.kind,
         tp=ranks,
         load_s=perf_counter() - begin,
-        notes=(*checkpoint.notes, *placement.notes, *_without_effect(comm, ranks)),
+        notes=(*checkpoint.notes, *placement.notes, *_sums(comm, placement.devices, checkpoint.config.D)),
     )
 
 
@@ -269,8 +270,14 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{name} {value!r} is not one of {', '.join(choices)}")
 
 
-def _without_effect(comm: str, ranks: int) -> tuple[str, ...]:
-    return (f"comm {comm} has no effect: one rank has nothing to sum",) if comm != "auto" and ranks == 1 else ()
+def _sums(comm: str, devices: Sequence[Device], D: int) -> tuple[str, ...]:
+    """What there is to say of the sums over ranks: the path that was chosen, and by which times."""
+    if len(devices) < 2:
+        return (f"comm {comm} has no effect: one rank has nothing to sum",) if comm != "auto" else ()
+    from qwen_raw.comm.measure import measure_token
+
+    measured = measure_token(devices, D) if comm == "auto" else None  # made when the ranks were connected
+    return () if measured is None else (f"ranks sum by {measured.fastest}: {measured.line()}",)
 
 
 def _context(wanted: int | None, config: ModelConfig) -> int:

@@ -8,12 +8,16 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 from qwen_raw.cli.arguments import Parser
+from qwen_raw.comm.measure import Measured, measure_token
 from qwen_raw.comm.topology import Link, links
 from qwen_raw.driver.device import MINIMUM_CAPABILITY, CudaDevice
 from qwen_raw.driver.probe import Gpu, Machine, probe
 from qwen_raw.errors import QwenRawError
+from qwen_raw.kernels.peers import MAX_RANKS
 from qwen_raw.observe.machine import cpu_cores, cpu_name
 from qwen_raw.simt.toolchain import cuda_headers, find_compiler
+
+MESSAGE = 8192  # elements of the sum that is timed: a token of Qwen2.5-72B
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -26,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the devices, one a line. A machine without a GPU is no failure."""
     machine = probe()
-    pairs, untried = _links(machine)
+    pairs, sums, untried = _links(machine)
     compiler, problem = _simulator()
     if args.json:
         cpu = {"name": cpu_name(), "cores": cpu_cores()}
@@ -34,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         report["no_gpu_because"] = report.pop("problem")
         report["links"] = [asdict(link.path) | {"problem": link.problem} for link in pairs]
         report["links_not_tried_because"] = untried
+        report["sums"] = None if sums is None else asdict(sums) | {"us": dict(sums.us), "fastest": sums.fastest}
         print(json.dumps(report | {"cpu": cpu, "sim": {"compiler": compiler, "problem": problem}}))
         return 0
     for gpu in machine.gpus:
@@ -42,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         print(_link(link))
     if untried is not None:
         print(f"link    not tried: {untried}")
+    if sums is not None:
+        print(f"sums    {sums.line()}")
     if machine.problem is not None:
         print(f"cuda    none: {machine.problem}")
     print(f"cpu     {cpu_name()} · {cpu_cores()} cores · NumPy reference")
@@ -59,14 +66,20 @@ def _simulator() -> tuple[str | None, str | None]:
     return compiler.version, None
 
 
-def _links(machine: Machine) -> tuple[list[Link], str | None]:
-    """Every pair of GPUs, tried, and why they were not."""
+def _links(machine: Machine) -> tuple[list[Link], Measured | None, str | None]:
+    """Every pair of GPUs, tried; how fast they sum, if all pairs work; and why they were not tried."""
+    usable = [gpu.ordinal for gpu in machine.gpus if gpu.capability >= MINIMUM_CAPABILITY][:MAX_RANKS]
+    if len(usable) < 2:
+        return [], None, None
+    pairs: list[Link] = []
     with ExitStack() as stack:
         try:
-            usable = [gpu.ordinal for gpu in machine.gpus if gpu.capability >= MINIMUM_CAPABILITY]
-            return (links([stack.enter_context(CudaDevice(n)) for n in usable]) if len(usable) > 1 else []), None
+            devices = [stack.enter_context(CudaDevice(n)) for n in usable]
+            pairs = links(devices)
+            work = all(link.problem is None for link in pairs)
+            return pairs, measure_token(devices, MESSAGE) if work else None, None
         except QwenRawError as error:  # no memory left for a context, say
-            return [], str(error)
+            return pairs, None, str(error)
 
 
 def _link(link: Link) -> str:

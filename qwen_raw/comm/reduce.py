@@ -26,6 +26,11 @@ PATHS = ("lamport", "flag", "twoshot", "host")
 ONE_SHOT_BYTES = 512 << 10
 
 
+def usual_path(elements: int) -> str:
+    """The path for messages of `elements` bf16 where none was measured (qwen_raw/comm/measure.py)."""
+    return "lamport" if 2 * elements < ONE_SHOT_BYTES else "twoshot"
+
+
 class Reducer(Protocol):
     """One rank's end of a communicator, for the main stream of its device."""
 
@@ -47,7 +52,7 @@ class Reducer(Protocol):
 def create_reducers(devices: Sequence[Device], *, path: str, elements: int, limit_ns: int) -> list[Reducer]:
     """A communicator: every rank's end, in rank order; synchronises all devices.
 
-    `devices`: one a rank; ranks may share a GPU. `path`: one of PATHS, or "auto". `elements`: of the longest message;
+    `devices`: one a rank; ranks may share a GPU. `path`: one of PATHS. `elements`: of the longest message;
     shorter ones may follow each other in any order. `limit_ns`: a rank that waits longer for another ends its launch
     with an error; 0: never. Raises UsageError for a path that there is not, QwenRawError for GPUs without a peer path,
     or with one that loses what crosses it.
@@ -56,8 +61,6 @@ def create_reducers(devices: Sequence[Device], *, path: str, elements: int, limi
     if all(dev.kind == "cuda" for dev in devices):
         require_links(devices)
     packs = -(-elements // PACK)
-    if path == "auto":
-        path = "lamport" if packs * 16 < ONE_SHOT_BYTES else "twoshot"
     match path:
         case "lamport":
             return [Lamport(end) for end in LamportWorkspace.create(devices, packs, limit_ns=limit_ns)]
@@ -67,7 +70,7 @@ def create_reducers(devices: Sequence[Device], *, path: str, elements: int, limi
             return [TwoShot(end) for end in TwoShotWorkspace.create(devices, packs, limit_ns=limit_ns)]
         case "host":
             return list(Host.create(devices))
-    raise UsageError(f"there is no path {path!r} for sums over ranks: choose auto, {', '.join(PATHS)}")
+    raise UsageError(f"there is no path {path!r} for sums over ranks: choose {', '.join(PATHS)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from qwen_raw.comm.reduce import create_reducers
+from qwen_raw.comm.measure import INLINE, Measured, measure_chunk, measure_token
+from qwen_raw.comm.reduce import create_reducers, usual_path
 from qwen_raw.device import BF16, Device
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
@@ -15,7 +16,7 @@ from qwen_raw.kernels.gemv_exchange_fp8 import EXCHANGE as EXCHANGE_FP8
 from qwen_raw.kernels.peers import ranks_on_gpu
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.rank import Rank
-from qwen_raw.model.residual import INLINE, Alone, Inline, Residual, Summed
+from qwen_raw.model.residual import Alone, Inline, Residual, Summed
 from qwen_raw.model.shard import Shard, shards
 from qwen_raw.model.state import (
     DecodeBuffers,
@@ -28,6 +29,7 @@ from qwen_raw.model.state import (
 from qwen_raw.model.weights import check_shapes, load_weights, weight_bytes
 
 T = TypeVar("T")
+MEASURED_CHUNK = 4 << 20  # elements of the longest message that is timed; longer ones go as it does
 LIMIT_NS = 10_000_000_000  # how long a rank waits for another before it gives up
 
 
@@ -88,23 +90,31 @@ def section(progress: Progress | None, before: int, total: int) -> Progress | No
 def _residuals(
     devices: Sequence[Device], parts: Sequence[Shard], chunk: int, comm: str, few: int, limit_ns: int, *, fp8: bool
 ) -> list[Residual]:
-    """Up to `few` tokens are summed by `comm`; a chunk, where bytes count, in two shots unless that is another path."""
+    """Up to `few` tokens are summed by `comm`; a chunk, where bytes count, by what is fastest unless `comm` insists."""
     if len(devices) == 1:
         return [Alone(devices[0])]
-    c, inline = parts[0].whole, comm == INLINE
-    small = create_reducers(devices, path="auto" if inline else comm, elements=few * c.D, limit_ns=limit_ns)
-    # Not lamport, which would push every chunk to all: twice the bytes at 4 ranks.
-    path = "auto" if inline or comm == "lamport" else comm
-    large = create_reducers(devices, path=path, elements=chunk * c.D, limit_ns=limit_ns)
-    shares = [device.empty((c.D,), BF16) for device in devices]
+    D, token, message = parts[0].whole.D, comm, comm
+    if comm == "auto":
+        token = _fastest(measure_token(devices, D), D)
+    if comm in ("auto", "lamport", INLINE):  # lamport would push every chunk to all: twice the bytes at 4 ranks
+        message = _fastest(measure_chunk(devices, min(chunk * D, MEASURED_CHUNK)), chunk * D)
+    inline = token == INLINE
+    path = usual_path(few * D) if inline else token
+    small = create_reducers(devices, path=path, elements=few * D, limit_ns=limit_ns)
+    large = create_reducers(devices, path=message, elements=chunk * D, limit_ns=limit_ns)
+    shares = [device.empty((D,), BF16) for device in devices]
     summed = [Summed(*ends, few) for ends in zip(devices, shares, small, large, strict=True)]
     if not inline:
         return list(summed)
     kernels = EXCHANGE_FP8 if fp8 else EXCHANGE_BF16
     local = parts[0].local
     kernels.load(devices, [local.H * local.HD, local.I])
-    ends = Exchange.create(devices, c.D, limit_ns=limit_ns)
+    ends = Exchange.create(devices, D, limit_ns=limit_ns)
     return [Inline(end, kernels, other) for end, other in zip(ends, summed, strict=True)]
+
+
+def _fastest(measured: Measured | None, elements: int) -> str:
+    return usual_path(elements) if measured is None else measured.fastest
 
 
 def by_gpu(devices: Sequence[Device], values: Sequence[T]) -> dict[int, list[T]]:

@@ -17,7 +17,6 @@ from qwen_raw.kernels.gemv_exchange import Exchange, GemvExchange, Next
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.products import RowProducts
 
-INLINE = "inline"  # what may be asked for beside the paths of qwen_raw/comm/reduce.py
 AHEAD = 32 << 10  # bytes of each of the next product's blocks that are fetched into L2 while ranks wait for each other
 SUMS = frozenset({"o", "down", "reduce"})  # stages of a step that belong together
 

@@ -88,7 +88,7 @@ def test_an_output_over_the_input_is_refused(ranks: Ranks) -> None:
 
 
 def test_requests_that_cannot_be_met(ranks: Ranks) -> None:
-    with pytest.raises(UsageError, match="no path 'smoke' for sums over ranks: choose auto, lamport"):
+    with pytest.raises(UsageError, match="no path 'smoke' for sums over ranks: choose lamport"):
         create_reducers(ranks.devices, path="smoke", elements=8, limit_ns=0)
     with pytest.raises(QwenRawError, match="messages of 0 elements"):
         create_reducers(ranks.devices, path="lamport", elements=0, limit_ns=0)

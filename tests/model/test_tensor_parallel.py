@@ -14,12 +14,12 @@ from model.ranks import KINDS, ODD, PAIRS, TIED, biased_checkpoint, open_ranks, 
 
 import qwen_raw
 from loaders.resolve import open_model
+from qwen_raw.comm.measure import INLINE
 from qwen_raw.comm.reduce import PATHS
 from qwen_raw.config import ModelConfig
 from qwen_raw.driver.probe import probe
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.sampling import gumbel_noise
-from qwen_raw.model.residual import INLINE
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.reference import KVCache, ReferenceModel
 
