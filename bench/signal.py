@@ -17,7 +17,7 @@ import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,18 +30,36 @@ from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError, UsageError
 
 BYTES = (16, 8 << 10, 64 << 10, 1 << 20, 16 << 20)
-WAYS: tuple[tuple[Form, Ring, Shape], ...] = (
-    ("kernel", "release", "push"),
-    ("kernel", "release", "pull"),
-    ("memop", "release", "push"),
-    ("memop", "node", "push"),
-    ("memop", "node", "pull"),
+
+
+class Way(NamedTuple):
+    """How a hand-over is made."""
+
+    form: Form
+    ring: Ring
+    shape: Shape
+    pdl: bool = (
+        False  # put and wait as dependent launches: where the two do not share a GPU, whose blocks wait for both
+    )
+
+    def __str__(self) -> str:
+        return f"{self.form} {self.ring} {self.shape}{' dependent' if self.pdl else ''}"
+
+
+WAYS = (
+    Way("kernel", "release", "push"),
+    Way("kernel", "release", "push", pdl=True),
+    Way("kernel", "release", "pull"),
+    Way("memop", "release", "push"),
+    Way("memop", "node", "push"),
+    Way("memop", "node", "pull"),
 )
 SOAK_GRAPHS = {"kernel": 768, "memop": 240}  # hand-overs a graph, by form: whole rotations, and what a stream holds
-SOAKS: tuple[tuple[tuple[Form, Ring, Shape], int], ...] = (  # and by what the hand-overs are divided
-    (("kernel", "release", "push"), 1),
-    (("memop", "release", "push"), 4),
-    (("memop", "node", "push"), 4),
+SOAKS = (  # and by what the hand-overs are divided
+    (Way("kernel", "release", "push"), 1),
+    (Way("kernel", "release", "push", pdl=True), 1),
+    (Way("memop", "release", "push"), 4),
+    (Way("memop", "node", "push"), 4),
 )
 LARGE = 1 << 20  # bytes from which on a graph has fewer rounds
 LIMIT_NS = 5_000_000_000
@@ -54,22 +72,21 @@ class Figure:
     form: str
     ring: str
     shape: str
+    pdl: bool
     bytes: int
     us: float
     us_worst: float  # of the replays
     gb_s: float  # payload over time
 
-    def line(self) -> str:
-        way = f"{self.form} {self.ring} {self.shape}"
+    def line(self, way: Way) -> str:
         speed = f"worst replay {self.us_worst:8.2f}  {self.gb_s:6.1f} GB/s"
-        return f"{way:22} {self.bytes:8} B  {self.us:8.2f} µs  {speed}"
+        return f"{way!s:32} {self.bytes:8} B  {self.us:8.2f} µs  {speed}"
 
 
-def measure(ranks: Ranks, way: tuple[Form, Ring, Shape], nbytes: int, rounds: int, repeats: int) -> Figure:
+def measure(ranks: Ranks, way: Way, nbytes: int, rounds: int, repeats: int) -> Figure:
     """Ping-pong. The payload that comes back is the one that was sent, or QwenRawError."""
-    form, ring, shape = way
     there, back = (
-        SignalChannel(a, b, nbytes, form=form, ring=ring, shape=shape, limit_ns=LIMIT_NS)
+        SignalChannel(a, b, nbytes, form=way.form, ring=way.ring, shape=way.shape, limit_ns=LIMIT_NS)
         for a, b in (ranks.devices, ranks.devices[::-1])
     )
     words = np.random.default_rng(0).integers(0, 2**32, nbytes // 4, dtype=np.uint32)
@@ -78,34 +95,33 @@ def measure(ranks: Ranks, way: tuple[Form, Ring, Shape], nbytes: int, rounds: in
 
     def round_of(rank: int, _: bool) -> None:
         if rank == 0:
-            there.put(buffers[0])
-            back.wait(buffers[0])
+            there.put(buffers[0], pdl=way.pdl)
+            back.wait(buffers[0], pdl=way.pdl)
         else:
-            there.wait(buffers[1])
-            back.put(buffers[1])
+            there.wait(buffers[1], pdl=way.pdl)
+            back.put(buffers[1], pdl=way.pdl)
 
     graphs = ranks.capture(round_of, calls, pdl=False)
     samples = [ms * 1e3 / calls / 2 for ms in ranks.time(graphs, repeats)]
     for graph in graphs:
         graph.close()
     if not all(np.array_equal(buffer.download(), words) for buffer in buffers):
-        raise QwenRawError(f"{form} {ring} {shape}: a payload of {nbytes} bytes came back changed")
+        raise QwenRawError(f"{way}: a payload of {nbytes} bytes came back changed")
     us = statistics.median(samples)
-    return Figure(form, ring, shape, nbytes, us, max(samples), nbytes / us / 1e3)
+    return Figure(way.form, way.ring, way.shape, way.pdl, nbytes, us, max(samples), nbytes / us / 1e3)
 
 
-def soak(ranks: Ranks, way: tuple[Form, Ring, Shape], handovers: int) -> dict[str, Any]:
+def soak(ranks: Ranks, way: Way, handovers: int) -> dict[str, Any]:
     """At least so many hand-overs of distinct payloads, all compared. Raises QwenRawError if one is torn or stale."""
-    form, ring, shape = way
     producer, consumer = ranks.devices
-    channel = SignalChannel(producer, consumer, 64, form=form, ring=ring, shape=shape, limit_ns=LIMIT_NS)
-    count = SOAK_GRAPHS[form]
+    channel = SignalChannel(producer, consumer, 64, form=way.form, ring=way.ring, shape=way.shape, limit_ns=LIMIT_NS)
+    count = SOAK_GRAPHS[way.form]
     source, sink = (dev.zeros((count, 16), U32) for dev in ranks.devices)
     graphs = []
     for dev, call, buffer in ((ranks.devices[0], channel.put, source), (ranks.devices[1], channel.wait, sink)):
         with dev.capture() as capture:
             for row in range(count):
-                call(buffer.view((16,), 16 * row))
+                call(buffer.view((16,), 16 * row), pdl=way.pdl)
         graphs.append(capture.graph)
     rng, begin, done = np.random.default_rng(1), time.perf_counter(), 0
     while done < handovers:
@@ -115,13 +131,21 @@ def soak(ranks: Ranks, way: tuple[Form, Ring, Shape], handovers: int) -> dict[st
         for graph in graphs:
             graph.launch()
         if not np.array_equal(sink.download(), words):
-            raise QwenRawError(f"{form} {ring} {shape}: a payload within {count} of hand-over {done} is wrong")
+            raise QwenRawError(f"{way}: a payload within {count} of hand-over {done} is wrong")
         done += count
     for graph in graphs:
         graph.close()
     seconds = time.perf_counter() - begin
-    print(f"soak {form} {ring} {shape}: {done} hand-overs, every payload right, {seconds:.1f} s", flush=True)
-    return {"soak": done, "form": form, "ring": ring, "shape": shape, "wrong": 0, "seconds": seconds}
+    print(f"soak {way}: {done} hand-overs, every payload right, {seconds:.1f} s", flush=True)
+    return {
+        "soak": done,
+        "form": way.form,
+        "ring": way.ring,
+        "shape": way.shape,
+        "pdl": way.pdl,
+        "wrong": 0,
+        "seconds": seconds,
+    }
 
 
 def main() -> int:
@@ -147,13 +171,17 @@ def main() -> int:
             rows.append(row)
             save("signal", env, rows, a.output, variant)
 
+        def possible(way: Way) -> bool:
+            return not (way.pdl and len(set(a.devices)) == 1)
+
         for nbytes in a.bytes:
-            for way in WAYS:
+            for way in filter(possible, WAYS):
                 figure = measure(ranks, way, nbytes, a.rounds, a.repeats)
-                print(figure.line(), flush=True)
+                print(figure.line(way), flush=True)
                 done(asdict(figure))
         for way, share in SOAKS if a.soak else ():
-            done(soak(ranks, way, max(1, a.soak // share)))
+            if possible(way):
+                done(soak(ranks, way, max(1, a.soak // share)))
     return 0
 
 

@@ -110,14 +110,16 @@ class SignalChannel:
         put = (2, 2) if self.writes_by_node else (1 if ring == "release" else 2, 0)
         self._lead = Lead((producer, consumer), (put, (2, 2) if self.form == "memop" else (1, 0)))
 
-    def put(self, payload: Buffer | Pieces) -> None:
+    def put(self, payload: Buffer | Pieces, *, pdl: bool = False) -> None:
         """Queue on the producer: hand over `payload`, up to payload_bytes; it may be overwritten by what follows.
 
+        `pdl`: as a dependent launch, which saves part of its latency; not beside a stream operation, and not where the
+        two share a GPU, whose room blocks that wait would take from those that they wait for.
         Raises QwenRawError, here or when a graph is launched, where too much would be queued ahead of the consumer.
         """
         slot = self._next(0)
         if self.ring == "release":
-            signal_put(self._ends, payload)
+            signal_put(self._ends, payload, pdl=pdl)
             return
         signal_store(self._ends, payload, slot)
         if self.writes_by_node:
@@ -125,14 +127,15 @@ class SignalChannel:
         else:
             signal_ring(self._ends, slot)
 
-    def wait(self, payload: Buffer | Pieces) -> None:
+    def wait(self, payload: Buffer | Pieces, *, pdl: bool = False) -> None:
         """Queue on the consumer: hold its stream until the next hand-over, and copy that to `payload`.
 
+        `pdl`: as a dependent launch, see `put`; of form "kernel".
         Raises QwenRawError, here or when a graph is launched, where too much would be queued ahead of the producer.
         """
         slot = self._next(1)
         if self.form == "kernel":
-            signal_take(self._ends, payload)
+            signal_take(self._ends, payload, pdl=pdl)
             return
         condition = Wait.AND | Wait.FLUSH if self._flush else Wait.AND
         self._streams[1].wait_value32(self._ends.doorbell(slot).ptr, MAGNITUDE, condition)

@@ -57,14 +57,15 @@ class Stage(Rank):
         links = Links() if "reduce" in options.skip else self.links
         skip = options.skip | (NOT_FIRST if self.links.before else frozenset())
         skip |= NOT_LAST if self.links.after else frozenset()
+        pdl = options.pdl and not self.shares_gpu
         if links.before:
             links.before.wait(self.decode.h)
         for _ in Rank.step(self, replace(options, skip=skip)):
             pass
         if links.after:
-            links.after.put(self.decode.h)
+            links.after.put(self.decode.h, pdl=pdl)
         if "sample" not in options.skip:
-            self._hand_state(links)
+            self._hand_state(links, pdl)
         yield
 
     def prefill_chunk(
@@ -100,12 +101,12 @@ class Stage(Rank):
         if self.chooses:
             Rank.choose_first(self, rows)
 
-    def _hand_state(self, links: Links) -> None:
+    def _hand_state(self, links: Links, pdl: bool = False) -> None:
         """Put, or wait for, what the next step begins with."""
         for channel in links.state_to:
-            channel.put(self.decode.sampler.state)
+            channel.put(self.decode.sampler.state, pdl=pdl)
         if links.state_from:
-            links.state_from.wait(self.decode.sampler.state)
+            links.state_from.wait(self.decode.sampler.state, pdl=pdl)
 
     def fault(self) -> str | None:
         """See Rank; of the channels that this stage waits on."""

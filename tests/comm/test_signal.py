@@ -22,7 +22,7 @@ from qwen_raw.simt.device import SimDevice
 from qwen_raw.simt.world import SimWorld
 
 PACKS = 5
-KERNEL: tuple[dict[str, str], ...] = ({}, {"shape": "pull"})
+KERNEL: tuple[dict[str, Any], ...] = ({}, {"shape": "pull"})
 MEMOP: tuple[dict[str, str], ...] = (
     {"form": "memop"},
     {"form": "memop", "ring": "node"},
@@ -82,7 +82,9 @@ def test_a_million_hand_overs(ordinals: str) -> None:
         )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("soak ")]
-    assert len(lines) == 3 and all("every payload right" in line for line in lines), done.stdout
+    assert len(lines) == (3 if ordinals == "0,0" else 4) and all("every payload right" in line for line in lines), (
+        done.stdout
+    )
 
 
 @pytest.mark.gpu
