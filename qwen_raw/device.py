@@ -186,7 +186,7 @@ class Device(Protocol):
 
     @property
     def capturing(self) -> object | None:
-        """Something that is the same during one capture and differs between two; None where nothing is captured."""
+        """What names the capture under way, and keeps nothing of it alive; None where nothing is captured."""
 
     def when_queued(self, call: Callable[[], None]) -> None:
         """Call now or, during a capture, before each launch of the graph; if it raises, nothing of that is queued."""

@@ -13,6 +13,7 @@ from qwen_raw.errors import QwenRawError, UsageError
 class Captured:
     """What belongs to a graph besides its nodes."""
 
+    name: object = field(default_factory=object)  # what tells captures apart, and keeps nothing of them
     keep: list[object] = field(default_factory=list)  # what its launches use, alive as long as the graph
     when_queued: list[Callable[[], None]] = field(default_factory=list)  # called before each replay is queued
 

@@ -271,7 +271,7 @@ class CudaDevice:
     @property
     def capturing(self) -> object | None:
         """See Device."""
-        return self.context.captured
+        return None if self.context.captured is None else self.context.captured.name
 
     def when_queued(self, call_first: Callable[[], None]) -> None:
         """See Device."""

@@ -106,6 +106,7 @@ class SimDevice:
         self.host_syncs = 0
         self._captured: list[Callable[[], None]] | None = None
         self._when_queued: list[Callable[[], None]] = []  # of what is being captured
+        self.capturing: object | None = None  # see Device
 
     @staticmethod
     def of_world(ranks: int) -> list[SimDevice]:
@@ -225,11 +226,6 @@ class SimDevice:
         """Records what the with-block launches: `with device.capture() as c: …`, then `c.graph.launch()`."""
         return self._capturing()
 
-    @property
-    def capturing(self) -> object | None:
-        """See Device."""
-        return self._captured
-
     def when_queued(self, call: Callable[[], None]) -> None:
         """See Device."""
         if self._captured is None:
@@ -301,12 +297,14 @@ class SimDevice:
     def _capturing(self) -> Iterator[SimCapture]:
         self.not_capturing("starting a capture")
         steps = self._captured = []
-        when_queued = self._when_queued = []
+        self.capturing = object()
+        when_queued: list[Callable[[], None]] = []
+        self._when_queued = when_queued
         result = SimCapture()
         try:
             yield result
         finally:
-            self._captured = None
+            self._captured = self.capturing = None
         result.graph = SimGraph(self, steps, when_queued)
 
     def _bind(self, kernel: SimKernel, param: SimParam, arg: Arg) -> Bound:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -119,3 +121,24 @@ def test_when_queued(dev: Any) -> None:
         assert dev.capturing is not token
     for graph in (capture.graph, again.graph):
         graph.close()
+
+
+def test_a_channel_keeps_nothing_of_a_closed_graph_alive(dev: Any) -> None:
+    """What counts its launches goes with it, without the collector."""
+    lead, x = Lead((dev, dev), KERNEL), dev.zeros((4,), F32)
+    owner = weakref.ref(x.owner)
+    gc.collect()
+    gc.disable()
+    try:
+        with dev.capture() as capture:
+            lead.queue(0)
+            x.fill(0)
+        del x
+        assert owner() is not None
+        capture.graph.launch()
+        dev.synchronize()
+        capture.graph.close()
+        del capture
+        assert owner() is None
+    finally:
+        gc.enable()
