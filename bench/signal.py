@@ -1,5 +1,7 @@
 """Put-with-signal: µs a hand-over, by form, shape and payload size; and a soak in which every payload is compared.
 
+First, how much work a stream takes while it is held, which is how far one end may be queued ahead of the other.
+
     python -m bench.signal [--devices 0,0] [--bytes 16 8192 …] [--rounds 150] [--soak 1000000] [--limit-s 300]
 
 Results are written after every figure: to signal.json, or to signal_2gpu.json between two GPUs. After --limit-s the
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 import faulthandler
 import statistics
+import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -27,7 +31,9 @@ from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
 from qwen_raw.comm.signal import Form, Ring, Shape, SignalChannel
 from qwen_raw.device import U32
 from qwen_raw.driver.device import CudaDevice
+from qwen_raw.driver.stream import Wait
 from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.kernels.signal import STEM
 
 BYTES = (16, 8 << 10, 64 << 10, 1 << 20, 16 << 20)
 
@@ -63,6 +69,7 @@ SOAKS = (  # and by what the hand-overs are divided
 )
 LARGE = 1 << 20  # bytes from which on a graph has fewer rounds
 LIMIT_NS = 5_000_000_000
+HELD_TRIED, HELD_S = 4096, 0.5
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,31 @@ def measure(ranks: Ranks, way: Way, nbytes: int, rounds: int, repeats: int) -> F
         raise QwenRawError(f"{way}: a payload of {nbytes} bytes came back changed")
     us = statistics.median(samples)
     return Figure(way.form, way.ring, way.shape, way.pdl, nbytes, us, max(samples), nbytes / us / 1e3)
+
+
+def held(dev: CudaDevice) -> dict[str, Any]:
+    """How many launches, or stream operations, a stream takes while it is held: the next one waits on the host."""
+    kernel, word, gate = dev.kernel(STEM, "signal_ring"), dev.zeros((1,), U32), dev.host_ring(2)
+    calls: dict[str, Callable[[], None]] = {
+        "launches": lambda: dev.launch(kernel, (1, 1, 1), (1, 1, 1), [np.uint64(word.ptr)]),
+        "stream operations": lambda: dev.stream.write_value32(word.ptr, 1),
+    }
+    row: dict[str, Any] = {"held_at_most": HELD_TRIED}
+    for number, (name, call) in enumerate(calls.items(), 1):
+        dev.stream.wait_value32(gate.buffer.ptr, number, Wait.GEQ)
+        opens = threading.Timer(HELD_S, gate.words.__setitem__, (0, number))
+        opens.start()
+        taken, begin = 0, time.perf_counter()
+        while taken < HELD_TRIED and time.perf_counter() - begin < HELD_S:
+            call()
+            taken += 1
+        opens.join()
+        dev.synchronize()
+        row[name] = taken - 1 if taken < HELD_TRIED else taken  # the last one waited
+    print(
+        f"a held stream takes {row['launches']} launches, or {row['stream operations']} stream operations", flush=True
+    )
+    return row
 
 
 def soak(ranks: Ranks, way: Way, handovers: int) -> dict[str, Any]:
@@ -174,6 +206,7 @@ def main() -> int:
         def possible(way: Way) -> bool:
             return not (way.pdl and len(set(a.devices)) == 1)
 
+        done(held(ranks.devices[0]))
         for nbytes in a.bytes:
             for way in filter(possible, WAYS):
                 figure = measure(ranks, way, nbytes, a.rounds, a.repeats)
