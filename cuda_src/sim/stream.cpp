@@ -146,6 +146,8 @@ void World::finish_block(Block* b) {
   if (!b->copies.empty()) return fail_elsewhere("kernel " + std::string(l.entry->name) + ": a block ended with bulk copies under way into its memory");
   for (const Warp& w : b->warps)
     if (!w.products.empty()) return fail_elsewhere("kernel " + std::string(l.entry->name) + ": a warp ended with products that it did not wait for");
+  for (const NamedBarrier& n : b->named)
+    if (n.arrived) return fail_elsewhere("kernel " + std::string(l.entry->name) + ": a block ended with a named barrier that some had arrived at");
   if (race) race->block_finished(*b);
   if (__asan_poison_memory_region) {
     __asan_poison_memory_region(b->shared->statics, size_t(b->statics_next - b->shared->statics));

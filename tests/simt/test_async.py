@@ -96,6 +96,7 @@ def test_an_operand_in_registers_is_read_late(new_device: NewDevice) -> None:
         (6, r"trap: the kernel ended the launch"),
         (7, "the warp is not in a whole warpgroup"),
         (8, "a warp ended with products that it did not wait for"),
+        (9, "a block ended with a named barrier that some had arrived at"),
     ],
 )
 def test_misuse(new_device: NewDevice, mode: int, expected: str) -> None:

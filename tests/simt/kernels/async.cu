@@ -114,4 +114,5 @@ KERNEL(160) void misuse(BY_VALUE TensorMap x, int mode) {
     wgmma_bf16(d, wgmma_tile(buffer), wgmma_tile(buffer), 0);
     wgmma_commit();  // and ends without waiting
   }
+  if (mode == 9 && threadIdx.x < 64) named_barrier_arrive(1, 128);  // and nobody waits
 }
