@@ -1,10 +1,11 @@
-"""A case for each entry point of gemm_bf16_sm90.cu and gemm_fp8_sm90.cu: every variant of each operation, tiles cut."""
+"""A case for each entry point of Hopper's kernels: every variant of each product, tiles cut; attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from conformance.attn_cases import attended
 from conformance.kernel_cases import Case, Outputs, fp32, rotary, rounded
 from conformance.machines import Array, Machine, Output
 from kernel_reference import bf16_input, make_linear, silu
@@ -12,6 +13,7 @@ from kernel_reference import bf16_input, make_linear, silu
 from loaders.dtypes import e4m3_to_f32, quantize_rows_e4m3
 from qwen_raw.device import BF16
 from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90
+from qwen_raw.kernels.attn_prefill_sm90 import attn_prefill_sm90
 from qwen_raw.kernels.gemm_sm90 import OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens
 from qwen_raw.kernels.linear import Linear
 
@@ -73,9 +75,23 @@ def run(op: str, name: str, fp8: bool, machine: Machine, rng: np.random.Generato
     return {n: rounded(b.download(), limit, share=share) for n, b in (("q", q), ("k", k), ("v", v))}
 
 
+def attention(HD: int) -> Case:
+    def run(machine: Machine, rng: np.random.Generator) -> Outputs:
+        dev, T, pos0, H, KV, max_len = machine.dev, 140, 30, 4, 2, 180
+        (q, Q), (k, K), (v, V) = (bf16_input(rng, *s) for s in ((T, H, HD), (KV, max_len, HD), (KV, max_len, HD)))
+        out, span = dev.zeros((T, H, HD), BF16), dev.array(np.array([pos0, T], np.int32))
+        attn_prefill_sm90(dev, out, dev.array(q), dev.array(k), dev.array(v), span)  # type: ignore[arg-type]
+        rows = [(Q[t, h], K[h // 2, : pos0 + t + 1], V[h // 2, : pos0 + t + 1]) for t in range(T) for h in range(H)]
+        return {"out": attended(out, rows)}
+
+    return Case(f"attn_prefill_sm90_bf16_hd{HD}", run)
+
+
 def hopper_cases() -> list[Case]:
     def case(op: str, name: str, fp8: bool) -> Case:
         entry = f"gemm_{op}_{'fp8' if fp8 else 'bf16'}_{name}"
         return Case(entry, lambda machine, rng: run(op, name, fp8, machine, rng))
 
-    return [case(op, name, fp8) for fp8 in (False, True) for op, names in OPERATIONS.items() for name in names]
+    return [attention(HD) for HD in (64, 128)] + [
+        case(op, name, fp8) for fp8 in (False, True) for op, names in OPERATIONS.items() for name in names
+    ]

@@ -73,10 +73,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("stem", "arch"), every_kernel())
 def test_every_kernel_compiles_without_spills(stem: str, arch: str, cache: Path) -> None:
-    table = cubin.resources(nvrtc.build(stem, arch, cache_dir=cache))
+    path = nvrtc.build(stem, arch, cache_dir=cache)
+    table = cubin.resources(path)
     assert table, f"{stem}.cu has no kernel"
     spilling = {name: r.local_bytes for name, r in table.items() if r.local_bytes or r.stack_bytes}
     assert not spilling, f"bytes of local memory per thread: {spilling}"
+    log = json.loads(path.with_suffix(".json").read_text())["log"]
+    assert "serialized" not in log, f"warpgroup products wait for each other: {log}"
 
 
 @pytest.mark.parametrize("header", ["cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h", "nv/target"])

@@ -1,0 +1,30 @@
+"""Prefill's attention: Hopper's kernel where it runs, the plain one elsewhere."""
+
+from __future__ import annotations
+
+from qwen_raw.device import BF16, Buffer, Device
+from qwen_raw.kernels import attn_prefill_sm90 as sm90
+from qwen_raw.kernels.attn_prefill import attn_prefill
+from qwen_raw.kernels.attn_prefill_sm90 import attn_prefill_sm90
+
+
+def suits_sm90(arch: str, HD: int) -> bool:
+    """Whether heads of this dim run Hopper's kernel on this architecture."""
+    return arch == sm90.ARCH and HD in sm90.STAGES
+
+
+def prefill_attention(
+    dev: Device,
+    out: Buffer,
+    q: Buffer,
+    k_cache: Buffer,
+    v_cache: Buffer,
+    span: Buffer,
+    *,
+    fine: Buffer | None = None,
+) -> None:
+    """out bf16 [rows, H, HD], as both kernels; caches of e4m3, with `fine`, are the plain one's."""
+    if suits_sm90(dev.arch, out.shape[2]) and k_cache.dtype == BF16:
+        attn_prefill_sm90(dev, out, q, k_cache, v_cache, span)
+    else:
+        attn_prefill(dev, out, q, k_cache, v_cache, span, fine=fine)

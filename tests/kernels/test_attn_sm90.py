@@ -1,0 +1,144 @@
+"""attn_prefill_sm90.cu against float64: lengths around its tiles, earlier keys, group sizes, several tiles a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_reference import POISON, Array, assert_close, attention, bf16_input
+
+from loaders.dtypes import bf16_to_f32
+from qwen_raw.device import BF16, E4M3
+from qwen_raw.errors import QwenRawError
+from qwen_raw.kernels.attention import prefill_attention, suits_sm90
+from qwen_raw.kernels.attn_prefill_sm90 import ARCH, attn_prefill_sm90
+
+REL = 8e-3  # P and the output are bf16
+NAN = 0x7FC0
+
+
+@pytest.fixture
+def hopper(dev: Any) -> Any:
+    """The simulator, or a Hopper GPU."""
+    if dev.kind == "cuda" and dev.arch != ARCH:
+        pytest.skip(f"{dev.name} is no Hopper GPU")
+    return dev
+
+
+def check(
+    dev: Any,
+    rng: np.random.Generator,
+    H: int,
+    KV: int,
+    HD: int,
+    T: int,
+    pos0: int,
+    *,
+    padding: int = 5,
+    scale: float = 2.0,
+) -> None:
+    """Rows of padding, and keys behind the last token, are NaN: nothing of either may be seen or written."""
+    rows, max_len = T + padding, pos0 + T + padding
+    q, Q = bf16_input(rng, rows, H, HD, scale=scale)
+    (k, K), (v, V) = bf16_input(rng, KV, max_len, HD), bf16_input(rng, KV, max_len, HD)
+    q[T:], k[:, pos0 + T :], v[:, pos0 + T :] = NAN, NAN, NAN
+    out = dev.empty((rows, H, HD), BF16)
+    out.fill(POISON)
+    span = dev.array(np.array([pos0, T], np.int32))
+    attn_prefill_sm90(dev, out, dev.array(q), dev.array(k), dev.array(v), span)
+    got = out.download()
+    tokens = range(T) if T < 300 else sorted({0, T - 1, *rng.integers(0, T, 200).tolist()})
+    want = np.array([[attention(Q[t, h], *seen(K, V, h * KV // H, pos0 + t)) for h in range(H)] for t in tokens])
+    assert_close(bf16_to_f32(got[list(tokens)]), want, rel=REL, what=f"{T} tokens after {pos0}")
+    assert (got[T:] == 0xFFFF).all(), "a row of padding was written"
+
+
+def seen(K: Array, V: Array, kv: int, position: int) -> tuple[Array, Array]:
+    return K[kv, : position + 1], V[kv, : position + 1]
+
+
+@pytest.mark.parametrize("HD", [64, 128])
+@pytest.mark.parametrize(
+    ("T", "pos0"),
+    [(1, 0), (1, 255), (15, 1), (63, 100), (64, 64), (65, 0), (127, 1), (128, 0), (128, 128), (129, 127), (17, 300)],
+)
+def test_lengths(hopper: Any, rng: np.random.Generator, HD: int, T: int, pos0: int) -> None:
+    """Around a tile's tokens and a stretch's keys, with no earlier keys and with some."""
+    check(hopper, rng, 2, 1, HD, T, pos0)
+
+
+@pytest.mark.parametrize("HD", [64, 128])
+@pytest.mark.parametrize("G", range(1, 9))
+def test_groups(hopper: Any, rng: np.random.Generator, HD: int, G: int) -> None:
+    """Every head reads its KV head's cache."""
+    check(hopper, rng, 2 * G, 2, HD, 9, 124)
+
+
+@pytest.mark.parametrize("HD", [64, 128])
+def test_several_tiles_a_block(hopper: Any, rng: np.random.Generator, HD: int) -> None:
+    """In the simulator, 15 tiles of up to four stretches for four blocks: there, back, there and back."""
+    check(hopper, rng, 5, 1, HD, 260, 130)
+
+
+@pytest.mark.parametrize("HD", [64, 128])
+def test_peaked_scores(hopper: Any, rng: np.random.Generator, HD: int) -> None:
+    """Scores of hundreds: one key takes all, and the maximum keeps the exponentials finite."""
+    check(hopper, rng, 2, 2, HD, 40, 150, scale=60.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "KV", "HD"), [(28, 4, 128), (14, 2, 64), (8, 1, 128)])
+def test_long_on_a_gpu(cuda_device: Any, rng: np.random.Generator, H: int, KV: int, HD: int) -> None:
+    """Whole chunks of a long prompt."""
+    if cuda_device.arch != ARCH:
+        pytest.skip(f"{cuda_device.name} is no Hopper GPU")
+    for T, pos0 in ((1000, 0), (2048, 2048), (77, 6000)):
+        check(cuda_device, rng, H, KV, HD, T, pos0)
+
+
+def test_one_launch_serves_every_length(hopper: Any, rng: np.random.Generator) -> None:
+    """A captured launch reads the span when it runs."""
+    dev, rows, H, HD, max_len = hopper, 150, 2, 64, 400
+    (q, Q), (k, K), (v, V) = (bf16_input(rng, *shape) for shape in ((rows, H, HD), (1, max_len, HD), (1, max_len, HD)))
+    out, span = dev.empty((rows, H, HD), BF16), dev.zeros((2,), np.dtype(np.int32))
+    buffers = [dev.array(x) for x in (q, k, v)]
+    attn_prefill_sm90(dev, out, *buffers, span)  # loads the kernel; no token, so nothing is written
+    with dev.capture() as capture:
+        attn_prefill_sm90(dev, out, *buffers, span)
+    for pos0, T in ((0, 150), (250, 150), (200, 3), (0, 1)):
+        out.fill(POISON)
+        span.upload(np.array([pos0, T], np.int32))
+        capture.graph.launch()
+        got = out.download()
+        want = np.array([[attention(Q[t, h], *seen(K, V, 0, pos0 + t)) for h in range(H)] for t in range(T)])
+        assert_close(bf16_to_f32(got[:T]), want, rel=REL, what=f"{T} tokens after {pos0}")
+        assert (got[T:] == 0xFFFF).all()
+
+
+def test_what_it_refuses(hopper: Any) -> None:
+    span, cache = hopper.zeros((2,), np.dtype(np.int32)), hopper.zeros((1, 8, 80), BF16)
+    q = hopper.zeros((1, 2, 80), BF16)
+    with pytest.raises(QwenRawError, match="head_dim 80"):
+        attn_prefill_sm90(hopper, q, q, cache, cache, span)
+    q, codes = hopper.zeros((1, 2, 64), BF16), hopper.zeros((1, 8, 64), E4M3)
+    with pytest.raises(QwenRawError, match="k_cache"):
+        attn_prefill_sm90(hopper, q, q, codes, codes, span)
+    q, cache = hopper.zeros((1, 3, 64), BF16), hopper.zeros((2, 8, 64), BF16)
+    with pytest.raises(QwenRawError, match="do not divide"):
+        attn_prefill_sm90(hopper, q, q, cache, cache, span)
+
+
+def test_which_kernel_is_taken(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert suits_sm90(ARCH, 64) and suits_sm90(ARCH, 128)
+    assert not suits_sm90("sm_80", 128) and not suits_sm90("sim", 128) and not suits_sm90(ARCH, 80)
+    taken: list[Any] = []
+    monkeypatch.setattr("qwen_raw.kernels.attention.attn_prefill", lambda *_, fine: taken.append(fine))
+    monkeypatch.setattr("qwen_raw.kernels.attention.attn_prefill_sm90", lambda *_: taken.append("sm90"))
+    span, q, cache = (dev.zeros(shape, BF16) for shape in ((2,), (1, 2, 128), (1, 8, 128)))
+    codes = dev.zeros((1, 8, 128), E4M3)
+    for suits in (True, False):
+        monkeypatch.setattr("qwen_raw.kernels.attention.suits_sm90", lambda *_, suits=suits: suits)
+        prefill_attention(dev, q, q, cache, cache, span)
+        prefill_attention(dev, q, q, codes, codes, span, fine=codes)  # which Hopper's kernel does not read
+    assert taken == ["sm90", codes, None, codes]
