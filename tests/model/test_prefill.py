@@ -66,18 +66,24 @@ def few(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
     yield from open_ranks(request.param)
 
 
-@pytest.mark.parametrize("products", ["plain", "hopper"])
+def choose_kernels(monkeypatch: pytest.MonkeyPatch, device: Any, hopper: bool) -> None:
+    """Hopper's kernels, or none of them, whatever the model's sizes."""
+    if hopper and device.arch not in ("sim", ARCH):
+        pytest.skip(f"{device.name} is no Hopper GPU")
+    monkeypatch.setattr("qwen_raw.kernels.products.suits_sm90", lambda arch, c: hopper)
+    monkeypatch.setattr("qwen_raw.kernels.attention.suits_sm90", lambda arch, HD: hopper)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "hopper"])
 def test_every_bucket_edge_equals_the_reference(
-    few: list[Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, products: str
+    few: list[Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
     """Prompts of n - 1, n and n + 1 tokens in one runner, the long first, so that padding holds what came before.
 
     The last logits are the reference's, the cache holds nothing beyond the prompt, and no graph is captured twice.
     """
-    cuda, hopper = few[0].kind == "cuda", products == "hopper"
-    if hopper and few[0].arch not in ("sim", ARCH):
-        pytest.skip(f"{few[0].name} is no Hopper GPU")
-    monkeypatch.setattr("qwen_raw.kernels.products.suits_sm90", lambda arch, c: hopper)
+    cuda, hopper = few[0].kind == "cuda", kernels == "hopper"
+    choose_kernels(monkeypatch, few[0], hopper)
     most = 2048 if cuda else 130 if len(few) == 1 and not hopper else 40
     monkeypatch.setattr("qwen_raw.model.state.CHUNK", most)
     model = biased_checkpoint(SMALL if len(few) == 1 else TIED)
@@ -187,8 +193,10 @@ def long_prompt(device: Any, reference: ReferenceModel, model: Any, length: int,
     runner.close()
 
 
-def test_a_prompt_of_many_chunks(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["plain", "hopper"])
+def test_a_prompt_of_many_chunks(dev: Any, monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     """A small one for the simulator: five chunks of 32 and a rest, two layers."""
+    choose_kernels(monkeypatch, dev, kernels == "hopper")
     monkeypatch.setattr("qwen_raw.model.state.CHUNK", 32)
     model = biased_checkpoint(SMALL)
     long_prompt(dev, ReferenceModel(SMALL, model, activations="bf16"), model, 171, 16, tokens=4)

@@ -1,4 +1,4 @@
-"""Prefill through Hopper's products, which small models do not take by themselves: on the simulator and a Hopper GPU.
+"""Prefill through Hopper's kernels, which small models do not take by themselves: on the simulator and a Hopper GPU.
 
 bf16 after a norm instead of f16 costs the built-in model 0.033 on logits (the NumPy model, rounding the same way); the
 limit here is 0.05. With fp8 weights the inputs are e4m3 too: what that costs is of the size of the weights' rounding.
@@ -15,7 +15,7 @@ import pytest
 from loaders.resolve import open_model
 from loaders.synthetic import random_checkpoint
 from qwen_raw.config import ModelConfig
-from qwen_raw.kernels import products
+from qwen_raw.kernels import attention, products
 from qwen_raw.kernels.gemm_sm90 import ARCH
 from qwen_raw.kernels.products import Sm90Products, suits_sm90
 from qwen_raw.model.runner import DeviceRunner
@@ -36,10 +36,11 @@ LIMITS = {"bf16": (3e-2, 1e-2), "fp8": (2e-1, 6e-2)}
 
 @pytest.fixture
 def hopper(dev: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A device that takes Hopper's products for every model."""
+    """A device that takes Hopper's products for every model, and its attention."""
     if dev.kind == "cuda" and dev.arch != ARCH:
         pytest.skip(f"{dev.name} is no Hopper GPU")
     monkeypatch.setattr(products, "suits_sm90", lambda arch, c: True)
+    monkeypatch.setattr(attention, "suits_sm90", lambda arch, HD: True)
     return dev
 
 
