@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bench.allreduce import Message, Ranks
 
 COUNTERS = 8  # one a step, the last one for the blocks that added to them
-_BEGIN = "griddep_wait();\n"
+_BEGIN = re.compile(r"griddep_wait\w*\(.*\);\n")
 _STAMPS = """
 struct Stamps {
   long long at[9];
@@ -50,9 +50,9 @@ _PLANS: dict[str, tuple[str, str, list[tuple[str, str]], str, str]] = {
     "lamport": (
         "allreduce_lamport",
         "allreduce_lamport_add_bf16",
-        [(_BARRIER, "push"), ("  if (first < n) item.finish", "turn and re-arm")],
+        [(_BARRIER, "push"), ("  if (item.from) item.finish", "turn and re-arm")],
         "wait and reduce",
-        "  if (first < n) item.finish(end, turn, first, watch);\n",
+        "  if (item.from) item.finish(end, turn, first, watch);\n",
     ),
     "lamport fused": (
         "allreduce_norm",
@@ -134,7 +134,10 @@ def stamped(path: str, world: int) -> str:
     """The kernel file of `path` with stamps, for `world` ranks. Raises QwenRawError if an edit does not fit once."""
     stem, _, steps, _, end = _PLANS[path]
     text = (paths.cuda_src() / f"{stem}.cu").read_text()
-    edits = [(_BEGIN, f"{_BEGIN}  Stamps stamps;\n  stamps.stamp(0);\n")]
+    begins = _BEGIN.findall(text)
+    if len(begins) != 1:
+        raise QwenRawError(f"stamps of {path}: {len(begins)} waits for the previous kernel, not one")
+    edits = [(begins[0], f"{begins[0]}  Stamps stamps;\n  stamps.stamp(0);\n")]
     edits += [(at, f"  stamps.stamp({k});\n{at}") for k, (at, _) in enumerate(steps, 1)]
     last = len(steps) + 1
     edits += [(end, f"{end}  stamps.stamp({last});\n  stamps.add(end.limit.fault + 16, {last});\n")]

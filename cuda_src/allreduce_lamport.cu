@@ -25,7 +25,8 @@ struct Item {
   Route<RANKS> route;
   Out out;
   uint4 own;
-  DEVICE Item(Out target, const bf16* in, const Lamport& end, int i) : from(in + 8 * int64_t(i)), route(end, i), out(target) {
+  // from: null for a pack that there is not.
+  DEVICE Item(Out target, const bf16* in, const Lamport& end, int i, int n) : from(i < n ? in + 8 * int64_t(i) : nullptr), route(end, i), out(target) {
     settle(from);
     out.aim(i);
   }
@@ -48,20 +49,20 @@ struct Item {
 template <int RANKS, class Out>
 DEVICE void allreduce_lamport(Out out, const bf16* in, const Lamport& end, int n) {
   const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
-  Item<RANKS, Out> item(out, in, end, first);
+  Item<RANKS, Out> item(out, in, end, first, n);
   const uint4* turns = turn_address(end);
   settle(turns);
   Watch watch = watch_start(end.limit);
-  griddep_wait();
+  griddep_wait_with(number(turns) | number(item.from) | number(item.route.to[0]) | number(item.out.at));
   const Turn turn = read_turn(turns);
-  if (first < n) item.push(turn);
+  if (item.from) item.push(turn);
   griddep_launch();
   __syncthreads();
   next_turn(end, turn, n);
   rearm(end, turn);
-  if (first < n) item.finish(end, turn, first, watch);
+  if (item.from) item.finish(end, turn, first, watch);
   for (int i = first + stride; i < n; i += stride) {
-    Item<RANKS, Out> more(out, in, end, i);
+    Item<RANKS, Out> more(out, in, end, i, n);
     more.push(turn);
     more.finish(end, turn, i, watch);
   }

@@ -1,7 +1,7 @@
 // gemv_exchange_bf16.cu - decode's row-parallel products with bf16 weights, the sum over ranks inside. Protocol, PRECONDs: include/exchange.cuh.
 //
 // gemv_exchange_bf16  h[N] += Σ_r W_r[N,K]·x_r[K]   O-projection, down-projection
-// Layout, grid, block, PRECONDs of the product, and its variants by C: gemv_bf16.cu. bytes moved: as there, and 4·N·(world - 1) over the
+// Layout, grid, block, PRECONDs of the product: gemv_bf16.cu, and its variants by C but for _c8, whose rows no model has at two ranks. bytes moved: as there, and 4·N·(world - 1) over the
 // link each way. minimum arch: sm_80
 #include "include/exchange.cuh"
 #include "include/gemv_fma.cuh"
@@ -20,4 +20,3 @@
 GEMV_EXCHANGE(1, 8, 512, 2)
 GEMV_EXCHANGE(2, 4, 512, 1)
 GEMV_EXCHANGE(4, 2, 640, 1)
-GEMV_EXCHANGE(8, 1, 512, 1)

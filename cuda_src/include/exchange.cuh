@@ -26,7 +26,7 @@
 struct Exchange {
   Peers receive;  // each rank's f32 [2, world, D]
   PollLimit limit;
-  int32_t rank, world, D;
+  int32_t rank, world, D, log_lanes;  // 2^log_lanes: world, rounded up to a power of two
   DEVICE uint32_t* slot(int owner, int sum, int source, int row) const {
     return receive.words(owner) + ((sum & 1) * world + source) * D + row;
   }
@@ -46,10 +46,11 @@ struct Ahead {
 DEVICE void fetch_ahead(const Ahead& next) {
   const int lane = int(threadIdx.x) - int(blockDim.x) + WARP;
   if (lane < 0 || next.rows == 0) return;
-  const int stop = int(int64_t(next.blocks) * (blockIdx.x + 1) / gridDim.x);
+  const Share mine = share_of(next.blocks, blockIdx.x, gridDim.x);
 #pragma unroll 1
-  for (int b = int(int64_t(next.blocks) * blockIdx.x / gridDim.x) + lane; b < stop; b += WARP) {
-    const int unit = int(int64_t(next.units) * b / next.blocks), end = int(int64_t(next.units) * (b + 1) / next.blocks);
+  for (int b = mine.begin + lane; b < mine.begin + mine.count; b += WARP) {
+    const Share units = share_of(next.units, b, next.blocks);
+    const int unit = units.begin, end = unit + units.count;
     const int head = next.log_half < 31 ? unit >> next.log_half : 0, whole = next.log_half < 31 ? (head + 1) << next.log_half : end;
     const int rows = min(next.rows, min(end, whole) - unit);
     const int64_t at = next.row * ((int64_t(head) << (next.log_half & 31)) + unit);
@@ -58,38 +59,33 @@ DEVICE void fetch_ahead(const Ahead& next) {
   }
 }
 
-DEVICE void push_row(const Exchange& end, int sum, int row, uint32_t bits) {
-#pragma unroll
-  for (int d = 1; d < MAX_RANKS; d++) {
-    const int peer = end.rank + d < end.world ? end.rank + d : end.rank + d - end.world;
-    if (d < end.world) st_volatile_u32(end.slot(peer, sum, end.rank, row), bits);
+// Rows of this block, [begin, begin + count), whose shares share(i) says: h += their sums over ranks. A lane for each row and source, a row's in
+// one warp: the code is short, as it is executed once and comes from memory.
+template <class ShareOf>
+DEVICE void exchange_rows(float* h, const Exchange& end, int sum, int begin, int count, const ShareOf& share) {
+  const int lane = threadIdx.x % WARP, source = lane & ((1 << end.log_lanes) - 1), group = lane - source;
+  Watch watch = watch_start(end.limit);
+#pragma unroll 1
+  for (int first = int(threadIdx.x - lane) >> end.log_lanes; first < count; first += int(blockDim.x) >> end.log_lanes) {
+    const int i = first + (lane >> end.log_lanes), row = begin + i;
+    const bool mine = i < count && source < end.world, own = mine && source == end.rank, theirs = mine && !own;
+    uint32_t* slot = end.slot(end.rank, sum, source, row);
+    // What the slot and h hold is on its way while the share is summed and pushed.
+    uint32_t v = theirs ? ld_volatile_u32(slot) : 0u;
+    const float old = own ? h[row] : 0.f;
+    const uint32_t bits = mine ? sanitise(__float_as_uint(share(i))) : 0u;
+    if (theirs) st_volatile_u32(end.slot(source, sum, end.rank, row), bits);
+    while (theirs && v == SENTINEL) {
+      watch_poll(watch, end.rank, source, uint32_t(sum) + 1);
+      v = ld_volatile_u32(slot);
+    }
+    if (own) v = bits;
+    float total = 0.f;
+#pragma unroll 1
+    for (int s = 0; s < end.world; s++) total += __uint_as_float(__shfl_sync(FULL_MASK, v, group + s));
+    if (own) h[row] = old + total;
+    if (theirs) st_volatile_u32(slot, SENTINEL);
   }
-}
-
-// Σ over ranks of row `row`, this rank's share being `own`; the slots are armed again.
-DEVICE float take_row(const Exchange& end, int sum, int row, uint32_t own, Watch& watch) {
-  uint32_t* slots = end.slot(end.rank, sum, 0, row);
-  uint32_t v[MAX_RANKS];
-#pragma unroll
-  for (int s = 0; s < MAX_RANKS; s++) v[s] = s == end.rank ? own : s < end.world ? ld_volatile_u32(slots + s * end.D) : 0u;
-  for (;;) {
-    int missing = -1;
-#pragma unroll
-    for (int s = 0; s < MAX_RANKS; s++)
-      if (v[s] == SENTINEL) {
-        missing = s;
-        v[s] = ld_volatile_u32(slots + s * end.D);
-      }
-    if (missing < 0) break;
-    watch_poll(watch, end.rank, missing, uint32_t(sum) + 1);
-  }
-  float total = 0.f;
-#pragma unroll
-  for (int s = 0; s < MAX_RANKS; s++) {
-    total += __uint_as_float(v[s]);
-    if (s != end.rank && s < end.world) st_volatile_u32(slots + s * end.D, SENTINEL);
-  }
-  return total;
 }
 
 // A row-parallel product of all ranks: h += their sum. O-projection and down-projection.
@@ -97,23 +93,22 @@ template <class Engine>
 DEVICE void gemv_exchange(float* h, const Exchange& end, int sum, const Ahead& next, const bf16* x, const typename Engine::W::type* w,
                           const float* scale, int N, int K, float* shared) {
   griddep_launch();
-  const Share rows = block_share(N);
-  const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
-  const Sums sums{shared, rows.count};
-  Engine engine;
-  engine.request(at, rows.count, K);
-  if (Engine::W::SCALED) stage(sums.constants(0), scale + rows.begin, rows.count);
-  griddep_wait();
-  engine.input(x, K);
-  engine.multiply(sums, at, K, 0.f);
-  const float* scales = sums.constants(0);
-  auto share = [&](int i) { return sanitise(__float_as_uint(Engine::W::SCALED ? sums.total(i) * scales[i] : sums.total(i))); };
-  for (int i = threadIdx.x; i < rows.count; i += blockDim.x) push_row(end, sum, rows.begin + i, share(i));
-  fetch_ahead(next);
-  Watch watch = watch_start(end.limit);
-  for (int i = threadIdx.x; i < rows.count; i += blockDim.x) {
-    float* to = h + rows.begin + i;
-    const float old = *to;  // arrives while the peers' shares do
-    *to = old + take_row(end, sum, rows.begin + i, share(i), watch);
+  SHARED(Share, kept);  // what would spill where it stayed in registers
+  {
+    const Share rows = block_share(N);
+    if (threadIdx.x == 0) kept = rows;
+    const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
+    const Sums sums{shared, rows.count};
+    Engine engine;
+    engine.request(at, rows.count, K);
+    if (Engine::W::SCALED) stage(sums.constants(0), scale + rows.begin, rows.count);
+    griddep_wait();
+    engine.input(x, K);
+    engine.multiply(sums, at, K, 0.f);
   }
+  fetch_ahead(next);
+  const Share rows = kept;
+  const Sums sums{shared, rows.count};
+  const float* scales = sums.constants(0);
+  exchange_rows(h, end, sum, rows.begin, rows.count, [&](int i) { return Engine::W::SCALED ? sums.total(i) * scales[i] : sums.total(i); });
 }

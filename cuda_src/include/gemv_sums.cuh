@@ -3,14 +3,16 @@
 #include "reduce.cuh"
 #include "vec.cuh"
 
-// A block's share of `units`: [begin, begin + count).
+// A block's share of `units`, of which there are as many as blocks at least: [begin, begin + count). One division, as all of it precedes the
+// first request.
 struct Share {
   int begin, count;
 };
-DEVICE Share block_share(int units) {
-  const int begin = int(int64_t(units) * blockIdx.x / gridDim.x);
-  return {begin, int(int64_t(units) * (blockIdx.x + 1) / gridDim.x) - begin};
+DEVICE Share share_of(int units, unsigned b, unsigned blocks) {
+  const unsigned each = unsigned(units) / blocks, rest = unsigned(units) - each * blocks;
+  return {int(b * each + min(b, rest)), int(each + (b < rest))};
 }
+DEVICE Share block_share(int units) { return share_of(units, blockIdx.x, gridDim.x); }
 
 // Shared memory of a block: part[warp][rows + 1] sums, the last column for Σ h²; then two arrays of `rows` constants.
 struct Sums {

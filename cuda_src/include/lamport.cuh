@@ -46,6 +46,7 @@ DEVICE uint4 sanitise(uint4 v) { return make_uint4(sanitise(v.x), sanitise(v.y),
 DEVICE bool has_hole(uint4 v) { return v.x == SENTINEL || v.y == SENTINEL || v.z == SENTINEL || v.w == SENTINEL; }
 DEVICE uint4 armed_pack() { return make_uint4(SENTINEL, SENTINEL, SENTINEL, SENTINEL); }
 
+DEVICE uint64_t number(const void* address) { return reinterpret_cast<uint64_t>(address); }
 DEVICE int block_number() { return blockIdx.y * gridDim.x + blockIdx.x; }
 DEVICE int block_count() { return gridDim.x * gridDim.y; }
 

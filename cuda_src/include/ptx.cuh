@@ -114,6 +114,13 @@ DEVICE void griddep_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// The same once `addresses`, or'ed, are in registers. ptxas moves the bare wait up and computes them behind it, on the way from the previous
+// kernel's end to the first load; a wait that is predicated on them has to come after them. Not zero.
+DEVICE void griddep_wait_with(uint64_t addresses) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u64 p, %0, 0;\n@p griddepcontrol.wait;\n}" ::"l"(addresses) : "memory");
+#endif
+}
 // Lets the next kernel's blocks start as soon as every block of this one has said so (or has ended).
 DEVICE void griddep_launch() {
 #if __CUDA_ARCH__ >= 900

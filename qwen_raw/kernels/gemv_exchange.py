@@ -16,7 +16,7 @@ from qwen_raw.kernels.linear import Linear, check_buffer, weight_args
 from qwen_raw.kernels.peers import MAX_RANKS, PollLimit, connect_devices, peer_struct, ranks_on_gpu
 
 STRUCT = np.dtype(
-    [("receive", U64, MAX_RANKS), ("limit", U64, 2), *((n, I32) for n in ("rank", "world", "D"))], align=True
+    [("receive", U64, MAX_RANKS), ("limit", U64, 2), *((n, I32) for n in ("rank", "world", "D", "log_lanes"))]
 )
 AHEAD_STRUCT = np.dtype(
     [*((n, U64) for n in ("first", "second", "row")), *((n, I32) for n in ("units", "blocks", "log_half", "rows"))]
@@ -41,7 +41,8 @@ class Exchange:
     @property
     def struct(self) -> np.ndarray[Any, Any]:
         """struct Exchange."""
-        return np.array([(peer_struct(self.receive), self.limit.struct(), self.rank, self.world, self.D)], STRUCT)
+        dims = (self.rank, self.world, self.D, (self.world - 1).bit_length())
+        return np.array([(peer_struct(self.receive), self.limit.struct(), *dims)], STRUCT)
 
     @staticmethod
     def create(devices: Sequence[Device], D: int, *, limit_ns: int) -> list[Exchange]:
@@ -104,6 +105,10 @@ class GemvExchange:
         for dev in devices:
             for K in widths:
                 self._kernel(dev, K)
+
+    def takes(self, K: int) -> bool:
+        """Whether there is a variant for rows of K weights."""
+        return max(C * most for C, most in self.gemv.variants.add_threads.items()) * self.gemv.variants.pack >= K
 
     def _kernel(self, dev: Device, K: int) -> tuple[Kernel, int]:
         C, threads = self.gemv.variants.choose("store", K)

@@ -93,9 +93,12 @@ def _residuals(
     """Up to `few` tokens are summed by `comm`; a chunk, where bytes count, by what is fastest unless `comm` insists."""
     if len(devices) == 1:
         return [Alone(devices[0])]
-    D, token, message = parts[0].whole.D, comm, comm
+    D, local, token, message = parts[0].whole.D, parts[0].local, comm, comm
+    kernels, widths = EXCHANGE_FP8 if fp8 else EXCHANGE_BF16, [local.H * local.HD, local.I]
     if comm == "auto":
         token = _fastest(measure_token(devices, D), D)
+        if token == INLINE and not all(map(kernels.takes, widths)):
+            token = usual_path(D)
     if comm in ("auto", "lamport", INLINE):  # lamport would push every chunk to all: twice the bytes at 4 ranks
         message = _fastest(measure_chunk(devices, min(chunk * D, MEASURED_CHUNK)), chunk * D)
     inline = token == INLINE
@@ -106,9 +109,7 @@ def _residuals(
     summed = [Summed(*ends, few) for ends in zip(devices, shares, small, large, strict=True)]
     if not inline:
         return list(summed)
-    kernels = EXCHANGE_FP8 if fp8 else EXCHANGE_BF16
-    local = parts[0].local
-    kernels.load(devices, [local.H * local.HD, local.I])
+    kernels.load(devices, widths)
     ends = Exchange.create(devices, D, limit_ns=limit_ns)
     return [Inline(end, kernels, other) for end, other in zip(ends, summed, strict=True)]
 

@@ -86,6 +86,9 @@ _PUSH_TO_ONE = (
     "st_volatile_v4(end.results.packs((end.rank + d) % end.world) + half + i + k * step, packed);",
     "st_volatile_v4(end.results.packs(threadIdx.x) + half + i + k * step, packed);",
 )
+_LAMPORT_WAIT = (
+    "  griddep_wait_with(number(turns) | number(item.from) | number(item.route.to[0]) | number(item.out.at));\n"
+)
 _HOLE = (
     "DEVICE bool has_hole(uint4 v) "
     "{ return v.x == SENTINEL || v.y == SENTINEL || v.z == SENTINEL || v.w == SENTINEL; }\n"
@@ -205,18 +208,27 @@ VARIANTS = {
             "the rotation is read before griddep_wait: the previous call may not have advanced it yet",
             edits=(
                 (
-                    "  griddep_wait();\n  const Turn turn = read_turn(turns);\n",
-                    "  const Turn turn = read_turn(turns);\n  griddep_wait();\n",
+                    f"{_LAMPORT_WAIT}  const Turn turn = read_turn(turns);\n",
+                    f"  const Turn turn = read_turn(turns);\n{_LAMPORT_WAIT}",
                 ),
             ),
         ),
         Variant(
-            "one_half",
+            "armed_first",
             "gemv_exchange",
             "gemv_exchange_bf16",
-            "one half: a fast peer's rows of the next sum arrive where this one's are still waited for, or re-armed",
+            "a slot is armed again when it is needed, not when it was read: a fast peer's row is wiped",
             header="exchange.cuh",
-            header_edits=(("((sum & 1) * world + source)", "(source)"),),
+            header_edits=(
+                (
+                    "    uint32_t v = theirs ?",
+                    "    if (theirs) st_volatile_u32(slot, SENTINEL);\n    uint32_t v = theirs ?",
+                ),
+                (
+                    "    if (own) h[row] = old + total;\n    if (theirs) st_volatile_u32(slot, SENTINEL);\n",
+                    "    if (own) h[row] = old + total;\n",
+                ),
+            ),
         ),
         Variant(
             "stays_taken",
@@ -224,9 +236,7 @@ VARIANTS = {
             "gemv_exchange_bf16",
             "what was taken is not armed again: two sums later old rows pass for new ones",
             header="exchange.cuh",
-            header_edits=(
-                ("    if (s != end.rank && s < end.world) st_volatile_u32(slots + s * end.D, SENTINEL);\n", ""),
-            ),
+            header_edits=(("    if (theirs) st_volatile_u32(slot, SENTINEL);\n", ""),),
         ),
         Variant(
             "late_wait",

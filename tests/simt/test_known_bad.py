@@ -30,7 +30,7 @@ FOUND = {
     "first_thread_rotates": (10, 2, "expected"),
     "own_block_rotates": (10, 2, "deadlock"),
     "early_rotation": (20, 4, "deadlock"),
-    "one_half": (4, 4, "deadlock"),
+    "armed_first": (4, 2, "deadlock"),
     "stays_taken": (4, 2, "expected"),
     "late_wait": (5, 1, "expected"),
     "one_tag": (10, 2, "expected"),
