@@ -1,20 +1,22 @@
 """Decode speed at batch 1: tg128, replays of the captured step back to back, and the same seen from the host.
 
     python -m bench.decode [--model SPEC[:DTYPE] …] [--context N …] [--tokens 128] [--repeats 5]
-                           [--tp N] [--devices N,N,…] [--comm PATH]
+                           [--tp N] [--devices N,N,…] [--comm PATH …]
 
 `tok/s` is event time of the replays alone, of the slowest rank; `host` is (n - 1) / (t_last - t_first) over ids read
 through the engine's own ring. GB/s counts the weights once a token (LM head included) plus the KV cache at that length,
 of all ranks; `of read` is its share of the read ceiling of their GPUs, measured in the same run on the first. A context
 is set by moving the position: the keys are whatever the cache holds, which decode reads at the same cost.
 
-With several ranks, `reduce` is what a sum over ranks adds: the step less the step without them, over 2·L.
+With several ranks, `reduce` is what a sum over ranks adds: the step less the step without them, over 2·L. The JSON is
+written after every model.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, Literal
 
 from bench.common import command, environment, open_gpus, read_ceiling, result_arguments, save, time_ms
@@ -81,7 +83,8 @@ def measure(
         }  # fmt: skip
         if without is not None:
             alone, _ = step_us(devices, runner, context, tokens, repeats, without)
-            row |= {"comm": comm, "us_without_reduce": alone, "reduce_us": (us - alone) / (2 * runner.config.L)}
+            row |= {"comm": comm, "path": runner.ranks[0].residual.path, "us_without_reduce": alone}
+            row["reduce_us"] = (us - alone) / (2 * runner.config.L)
         if context == 0 and tokens > 1:
             row["host_tok_s"] = host_rate(runner, tokens)
         rows.append(row)
@@ -96,10 +99,11 @@ def line(row: dict[str, Any]) -> str:
     """A row as people read it."""
     host = f"{row['host_tok_s']:.1f}" if "host_tok_s" in row else ""
     reduce = f"{row['reduce_us']:.3f}" if "reduce_us" in row else ""
+    path = f" {row['path']}" if "path" in row else ""
     return (
         f"{row['model']:18} {row['dtype']:5} {row['tp']:2} {row['context']:7} {row['tok_s']:9.1f} "
         f"±{100 * row['spread']:4.1f}% {host:>9} {row['gb_s']:8.0f} {row['of_read']:7.3f} {reduce:>9} "
-        f"{row['load_s']:6.1f}"
+        f"{row['load_s']:6.1f}{path}"
     )
 
 
@@ -120,7 +124,7 @@ def main() -> int:
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
     parser.add_argument(
-        "--comm", default="auto", help="path of the sums over ranks: auto, inline, lamport, flag, twoshot, host"
+        "--comm", nargs="+", default=["auto"], help="paths of the sums over ranks: auto, inline, lamport, flag, …"
     )
     result_arguments(parser, "decode.json, or decode_tpN.json")
     a = parser.parse_args()
@@ -128,11 +132,11 @@ def main() -> int:
         ceiling = read_ceiling(devices[0])
         print(f"# {devices[0].name}, {devices[0].driver}; reads reach {ceiling / 1e12:.2f} TB/s")
         print("{:18} {:5} {:>2} {:>7} {:>9} {:6} {:>9} {:>8} {:>7} {:>9} {:>6}".format(*COLUMNS))
-        rows = []
-        for spec in a.model or DEFAULT:
-            rows += measure(devices, spec, a.comm, a.context or [0], a.tokens, a.repeats, ceiling)
-        variant = f"tp{len(devices)}" if len(devices) > 1 else ""
-        path = save("decode", environment(devices[0], a.commit), rows, a.output, variant)
+        rows: list[dict[str, Any]] = []
+        variant, env = f"tp{len(devices)}" if len(devices) > 1 else "", environment(devices[0], a.commit)
+        for spec, comm in product(a.model or DEFAULT, a.comm):
+            rows += measure(devices, spec, comm, a.context or [0], a.tokens, a.repeats, ceiling)
+            path = save("decode", env, rows, a.output, variant)
         print(f"# written: {path.name}")
     return 0
 

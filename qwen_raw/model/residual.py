@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from qwen_raw.comm.measure import INLINE
 from qwen_raw.comm.reduce import Reducer
 from qwen_raw.device import Buffer, Device
 from qwen_raw.kernels.gemv import Gemv
@@ -23,6 +24,10 @@ SUMS = frozenset({"o", "down", "reduce"})  # stages of a step that belong togeth
 
 class Residual(Protocol):
     """What follows a row-parallel product, for one rank."""
+
+    @property
+    def path(self) -> str:
+        """How a token's shares are summed, as --comm names it; "" at one rank."""
 
     def of_step(self, skip: frozenset[str]) -> Residual:
         """What a step that leaves out the stages `skip` uses."""
@@ -52,6 +57,7 @@ class Alone:
     """One rank: the product is the whole, and its kernel adds it."""
 
     device: Device
+    path = ""
     capturable = True
 
     def of_step(self, skip: frozenset[str]) -> Residual:
@@ -83,6 +89,11 @@ class Summed:
     small: Reducer  # of one token, or a few that are verified together
     large: Reducer  # of a chunk of the prompt
     few: int = 1  # tokens that the small one takes
+
+    @property
+    def path(self) -> str:
+        """See Residual."""
+        return self.small.path
 
     def of_step(self, skip: frozenset[str]) -> Residual:
         """See Residual."""
@@ -125,6 +136,7 @@ class Inline:
     end: Exchange
     kernels: GemvExchange
     summed: Summed
+    path = INLINE
     capturable = True
 
     def of_step(self, skip: frozenset[str]) -> Residual:

@@ -40,7 +40,12 @@ def test_a_latency_that_was_not_measured_is_assumed_and_says_so() -> None:
 
 def test_measured_steps_are_read_where_every_rank_had_a_gpu(tmp_path: Path) -> None:
     row = {"model": "random:7b", "dtype": "bf16", "context": 0, "tp": 2, "devices": [0, 1], "tok_s": 500.0}
-    others = [row | {"context": 4096}, row | {"dtype": "fp8"}, row | {"tp": 4, "devices": [0, 0, 1, 1]}]
+    others = [
+        row | {"comm": "flag", "tok_s": 400.0},
+        row | {"context": 4096},
+        row | {"dtype": "fp8"},
+        row | {"tp": 4, "devices": [0, 0, 1, 1]},
+    ]
     (tmp_path / "decode_tp2.json").write_text(json.dumps({"rows": [row, *others]}))
     assert scaling.measured(tmp_path, "random:7b", "bf16") == {2: row}
 
