@@ -1,5 +1,6 @@
 """gemv_exchange_bf16.cu and gemv_exchange_fp8.cu on several ranks against float64; what is refused."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from kernel_reference import assert_sums_close, bf16_input, make_linear
 from model.ranks import PAIRS, open_ranks
 
+from loaders.dtypes import f32_to_bf16
 from qwen_raw.device import BF16, E4M3, F32
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
@@ -74,6 +76,57 @@ def test_a_share_of_negative_zero_is_no_sentinel(ranks: list[Any]) -> None:
     add(ranks, FP8_EXCHANGE, ends, work)
     for h, _, _ in work:
         np.testing.assert_array_equal(h.download(), base)
+
+
+def test_replays_with_new_inputs_and_ranks_that_start_late(ranks: list[Any], rng: np.random.Generator) -> None:
+    """Four sums a graph; whole numbers, so that every bit of the accumulated h is known. On a GPU 4,000 sums."""
+    N, K, cuda = 200, 64, ranks[0].kind == "cuda"
+    ends = Exchange.create(ranks, N, limit_ns=LIMIT_NS)
+    BF16_EXCHANGE.load(ranks, [K])
+    weights = [[rng.integers(-2, 3, (N, K)).astype(np.float32) for _ in range(4)] for _ in ranks]
+    h, x, graphs = [dev.zeros((N,), F32) for dev in ranks], [dev.zeros((K,), BF16) for dev in ranks], []
+    for rank, dev in enumerate(ranks):
+        linears = [Linear(dev.array(f32_to_bf16(w))) for w in weights[rank]]
+        with dev.capture() as capture:
+            for number, linear in enumerate(linears):
+                BF16_EXCHANGE.add(ends[rank], number, h[rank], x[rank], linear, pdl=True)
+        graphs.append(capture.graph)
+    want, replays = np.zeros(N, np.float32), 250 if cuda else 2
+    for _ in range(4 if cuda else 2):
+        inputs = [rng.integers(-1, 2, K).astype(np.float32) for _ in ranks]
+        for buffer, values in zip(x, inputs, strict=True):
+            buffer.upload(f32_to_bf16(values))
+        for dev in ranks:
+            dev.synchronize()
+        with ranks[0].queueing():
+            for replay in range(replays):
+                for rank in rng.permutation(len(ranks)).tolist():
+                    graphs[rank].launch()
+                    if cuda and replay == 0:
+                        time.sleep(float(rng.uniform(0, 2e-3)))
+        want += replays * sum(w @ v for own, v in zip(weights, inputs, strict=True) for w in own)
+        for out in h:
+            np.testing.assert_array_equal(out.download(), want)
+    assert [end.limit.fault() for end in ends] == [None] * len(ends)
+
+
+def test_infinities_and_nans_are_data(ranks: list[Any], rng: np.random.Generator) -> None:
+    """Of one rank: they arrive, and nobody waits for ever."""
+    ends, K = Exchange.create(ranks, 8, limit_ns=LIMIT_NS), 16
+    BF16_EXCHANGE.load(ranks, [K])
+    bits = np.full((8, K), 0x3F80, np.uint16)
+    bits[1, 3], bits[2, 5], bits[3, 7] = 0x7F80, 0xFF80, 0x7FC1
+    work = [
+        (
+            rank.zeros((8,), F32),
+            rank.array(np.full(K, 0x3F80, np.uint16)),
+            [Linear(rank.array(bits if first else bits * 0))],
+        )
+        for rank, first in zip(ranks, (True, False), strict=True)
+    ]
+    add(ranks, BF16_EXCHANGE, ends, work)
+    for h, _, _ in work:
+        np.testing.assert_array_equal(h.download(), np.array([K, np.inf, -np.inf, np.nan, *[K] * 4], np.float32))
 
 
 def test_what_is_fetched_ahead_lies_in_the_next_weights(ranks: list[Any], rng: np.random.Generator) -> None:

@@ -173,6 +173,16 @@ def test_every_path_of_the_sums(few_ranks: list[Any], make: Make, path: str) -> 
     assert bool(all_._live_step().graphs) == (path != "host")
 
 
+def test_products_exchange_their_rows_at_any_number_of_ranks(ranks: list[Any], make: Make) -> None:
+    """Path "inline": logits of decode as one rank's, the same residual stream everywhere."""
+    model, ids = biased_checkpoint(replace(TIED, I=8 * 16, L=1)), [3, 4, 150]
+    one, all_ = make(ranks[0], model), make(ranks, model, comm=INLINE)
+    want, got = one.decode_logits(ids), all_.decode_logits(ids)
+    assert np.abs(got - want).max() < 1e-2 * np.abs(want).max()
+    streams = [rank.decode.h.download() for rank in all_.ranks]
+    assert all((stream == streams[0]).all() for stream in streams)
+
+
 def test_a_consumer_that_leaves_early_disturbs_nothing(few_ranks: list[Any], make: Make) -> None:
     runner = make(few_ranks, biased_checkpoint(TIED))
     options = {"max_tokens": 8, "temperature": 0.9, "seed": 5}
