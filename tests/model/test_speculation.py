@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model.ranks import TIED
-from model.speculating import MODEL, WAYS, Scripted, agreed, options, prompts
+from model.speculating import DRAFT, MODEL, WAYS, Scripted, agreed, options, prompts
 
 from loaders.resolve import open_model, open_tokenizer
 from loaders.synthetic import random_checkpoint
@@ -175,3 +175,27 @@ def test_a_closed_runner_still_says_what_it_guessed(dev: Any) -> None:
     assert runner.speculated == counts and counts.passes > 0
     with pytest.raises(QwenRawError, match="this runner is closed"):
         next(runner.generate([5], max_tokens=2, temperature=0.0, seed=0))
+
+
+@pytest.mark.gpu
+def test_draws_with_guesses_and_without_are_alike(cuda_device: Any) -> None:
+    """A small vocabulary, 10,000 ids each way with seeds of their own: position by position, chi-square of the two."""
+    model, ids = open_model(MODEL), open_tokenizer(open_model(MODEL)).encode("ROMEO:")
+    kinds, tokens, requests = 8, 4, 2500
+    small = options(model, 32) | {"text_vocab": kinds}
+    plain = DeviceRunner(cuda_device, model, **small)
+    guessing = SpeculativeRunner(cuda_device, model, guesses=3, governed=False, draft=open_model(DRAFT), **small)
+    counts = []
+    for first, runner in ((0, plain), (requests, guessing)):
+        drawn = [
+            list(runner.generate(ids, max_tokens=tokens, temperature=1.0, seed=first + i)) for i in range(requests)
+        ]
+        counts.append(np.stack([np.bincount(column, minlength=kinds) for column in zip(*drawn, strict=True)]))
+    right = guessing.speculated.right
+    guessing.close()
+    plain.close()
+    assert right > 500
+    one, two = counts
+    both = np.maximum(one + two, 1)
+    found = ((one - two) ** 2 / both).sum(1)
+    assert (found < 42.0).all(), f"chi-square {found}, of 7 degrees; 42 is one in two millions"
