@@ -7,14 +7,15 @@ Random models agree on nothing, so whether a guess stands is decided by a hash o
 (accept_forced_f32): guesses are made and verified as ever, and cost what they cost. What the host says is on: fewer
 guesses, or none, where they do not pay. `tok/s` is (n - 1) / (t_last - t_first) over ids as the host reads them, of all
 requests; `plain` is the same of a runner without speculation. `costs` are passes in steps, by their guesses, as the
-runner measured them. `pass` and `seen`: µs of a pass with the most guesses, replayed back to back, and as generation at
-acceptance 1 had it: the difference is all that a loop on the device could save.
+runner measured them. `pass_us` and `seen_us`: a pass with the most guesses, replayed back to back, and as a generation
+had it in which every pass is one: the difference is all that a loop on the device could save.
 
 What comes first is tiny-shakespeare with its draft model and with n-grams, 20 prompts: real acceptance, real speed.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,13 @@ from qwen_raw.placement import degree
 ACCEPTANCES = [0.0, 0.5, 0.8, 1.0]
 TEXTS = ("ROMEO:", "First Citizen:\nBefore we", "KING RICHARD III:\n", "JULIET:\nO, ", "The king")
 PASSES = 16
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return float(text)
 
 
 def rate(runner: DeviceRunner, prompts: Sequence[Sequence[int]], tokens: int) -> float:
@@ -108,6 +116,7 @@ def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> list[d
         for governed in (False, True):
             runner = SpeculativeRunner(devices, model, guesses=guesses, governed=governed, **way, **options)
             rate(runner, prompts[:2], tokens)
+            replayed = time_ms(devices, lambda r=runner: r.replay_passes(64, PASSES, guesses), repeats=5)  # type: ignore[misc]
             before = runner.speculated
             got = rate(runner, prompts, tokens)
             counts = runner.speculated.since(before)
@@ -116,7 +125,9 @@ def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> list[d
             rows.append({"model": "tiny-shakespeare", "tp": len(devices), "by": by, "governed": governed,
                          "guesses": guesses, "tok_s": got, "plain_tok_s": base, "ratio": got / base,
                          "costs": {str(k): cost for k, cost in (runner.costs or {}).items()},
-                         "counts": counts.as_dict()})  # fmt: skip
+                         "pass_us": replayed.median * 1e3 / PASSES, "counts": counts.as_dict()})  # fmt: skip
+            if not governed:
+                rows[-1]["seen_us"] = len(prompts) * (tokens - 1) / got * 1e6 / counts.passes
             runner.close()
     return rows
 
@@ -126,7 +137,7 @@ def main() -> int:
     parser.add_argument("--model", default="random:72b:fp8", metavar="SPEC[:DTYPE]")
     parser.add_argument("--draft", default="random:0.5b", metavar="SPEC")
     parser.add_argument("--guesses", type=positive, default=DEFAULT_GUESSES, help="a pass at the most")
-    parser.add_argument("--acceptance", type=float, nargs="+", default=ACCEPTANCES, help="forced, 0 to 1")
+    parser.add_argument("--acceptance", type=share, nargs="+", default=ACCEPTANCES, help="forced, 0 to 1")
     parser.add_argument("--context", type=positive, default=64, help="ids of a prompt")
     parser.add_argument("--tokens", type=positive, default=192, help="of each request")
     parser.add_argument("--built-in-tokens", type=natural, default=128, help="the same of the built-in pair; 0: none")

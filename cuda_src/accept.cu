@@ -10,17 +10,18 @@
 // accept_f32         the above. Nothing is posted from step `limit` on, whatever is still queued: such a pass changes nothing.
 // accept_forced_f32  for benches and tests: row i > 0 stands with the probability forced / 2^24, by a hash of its position, whatever was chosen; what is
 //                    posted before it is then its own id, so that the text is one.
+// accept_step        after a decode step that chose by itself (sample.cu): the same bookkeeping. The step posts whatever the limit is.
 // accept_begin       before a request's first pass: what accept_f32 leaves behind for the next one.
 //
 // All leave: history, the id at every position; rows[i].pos = pos + i for the R rows of the next pass, and the same as span = {pos, R}; the draft
 // model's state at the target's id and position, and in `filled` the position up to which it has keys: a pass of one row adds none.
-// The host is told {passes, steps, guesses right, guesses, guesses compared, passes that posted} before the ids themselves, so who sees an id sees the
-// counts of its pass.
+// The host is told {passes << 32 | steps, guesses right, guesses, guesses compared, passes that posted}: passes and steps at once, because the host
+// reckons from both what is still to come; and, but for accept_step, before the ids themselves, so who sees an id sees the counts of its pass.
 //
 // Between ranks that have some rows of the LM head each: the last block stores its candidates, 16 rows whatever M is, into every peer's mailbox and
 // waits for theirs, as sample_ranks_f32 does (sample.cu says why two slots suffice), counted by passes. All ranks then do the same.
 //
-// grid: (any, M) (blocks of a row stride over its logits); block: 256; accept_begin (1), 32. bytes moved: 4·M·rows; over the link 256 bytes a peer.
+// grid: (any, M) (blocks of a row stride over its logits); block: 256; accept_begin, accept_step (1), 32. bytes moved: 4·M·rows; over the link 256 bytes a peer.
 // A pass of one row, with nothing guessed, is a step: M may be less than R.
 // PRECOND  M <= R <= 16; text_vocab <= V of all ranks; counters [M + 1] zero before the first launch; best holds M·gridDim.x pairs; the ring has more
 // slots than there are ids that the host has not read. PRECOND  mailboxes [2, 8, 16] packs, zero, and counts equal on all ranks before the first launch;
@@ -56,6 +57,33 @@ accept_begin(const DecodeState* state,  // [1]
   history[state->pos] = state->token;
   *filled = state->pos;
   next_pass(state, draft, rows, span, R, draft_vocab);
+}
+
+DEVICE void tell(uint64_t* told, const Counts& c, uint32_t steps) {
+  st_release_sys_u64(told + 1, c.right);
+  st_release_sys_u64(told + 2, c.guesses);
+  st_release_sys_u64(told + 3, c.compared);
+  st_release_sys_u64(told + 4, c.posted);
+  st_release_sys_u64(told, uint64_t(c.passes) << 32 | steps);
+}
+
+KERNEL(32) void
+accept_step(const DecodeState* state,  // [1]
+            DecodeState* draft,        // [1]
+            DecodeState* rows,         // [R]
+            int32_t* span,             // [2]
+            int32_t* history,          // [pos + 1] …
+            Counts* counts,            // [1]
+            uint64_t* told,            // [5] host memory
+            int R, int draft_vocab) {
+  griddep_wait();
+  if (threadIdx.x) return;
+  history[state->pos] = state->token;
+  next_pass(state, draft, rows, span, R, draft_vocab);
+  Counts c = *counts;
+  c.passes++, c.posted++;
+  *counts = c;
+  tell(told, c, state->step);
 }
 
 // Where ranks meet; passed by value.
@@ -152,12 +180,7 @@ DEVICE void accept(DecodeState* state, DecodeState* draft, DecodeState* rows, in
     next_pass(state, draft, rows, span, R, draft_vocab);
   }
   *counts = c;
-  st_release_sys_u64(told + 0, c.passes);
-  st_release_sys_u64(told + 1, step + n);
-  st_release_sys_u64(told + 2, c.right);
-  st_release_sys_u64(told + 3, c.guesses);
-  st_release_sys_u64(told + 4, c.compared);
-  st_release_sys_u64(told + 5, c.posted);
+  tell(told, c, step + n);
   for (int i = 0; i < n; i++) {
     uint64_t* slot = ring + 2 * ((step + i) % uint32_t(slots));
     st_release_sys_u64(slot, uint64_t(sh.hash[0][i]) << 32 | sh.posted[i]);
@@ -181,7 +204,7 @@ accept_f32(DecodeState* state,          // [1]
            const uint32_t* limit,       // [1]
            Counts* counts,              // [1]
            uint64_t* ring,              // [slots, 2] host memory, as sample.cu's
-           uint64_t* told,              // [6] host memory
+           uint64_t* told,              // [5] host memory
            int slots, int R, int V, int first, int draft_vocab, BY_VALUE PassMeeting meeting) {
   accept<false>(state, draft, rows, span, filled, ids, history, logits, params, best, chosen, counters, limit, counts, ring, told, slots, R, V, first,
                 draft_vocab, meeting, nullptr);

@@ -142,6 +142,11 @@ class Governor:
         """As estimated now."""
         return self._right / self._compared
 
+    @property
+    def paused(self) -> bool:
+        """Whether the next pass has no guesses, whatever is seen meanwhile."""
+        return self._paused > 0
+
     def begin(self, right: int, compared: int) -> None:
         """A request begins; guesses right and compared so far."""
         self._seen = (right, compared)

@@ -31,13 +31,12 @@ class PassBuffers:
     history: Buffer  # i32 [max_len + R] the id at every position
     filled: Buffer  # i32 [1] position up to which the draft model has keys
     limit: Buffer  # u32 [1] step number from which on nothing is posted
-    best: Buffer  # u64 [R·blocks, 2]
+    best: Buffer  # u64 [multiprocessors or R, 2]
     chosen: Buffer  # u64 [R, 2]
     counters: Buffer  # u32 [R + 1], zero between launches
     counts: Buffer  # u32 [8]
-    told: HostRing  # u64 [6]: passes, steps, guesses right, guesses, guesses compared, passes that posted
+    told: HostRing  # u64 [5]: passes << 32 | steps, guesses right, guesses, guesses compared, passes that posted
     no_draft: Buffer  # i32 [4] takes what is meant for a draft model's state where there is none
-    blocks: int  # a row
     most: int  # R
     mailboxes: tuple[Buffer, ...]  # every rank's: u32 [2, 8, 16, 4], zero before the first pass
     forced: Buffer | None = None  # u32 [1] of FORCED: see `accept`
@@ -56,20 +55,18 @@ class PassBuffers:
         mailboxes = tuple(dev.zeros((2, MAX_RANKS, MAX_ROWS, 4), U32) for dev in devices)
         found = []
         for dev in devices:
-            blocks = max(1, min(dev.sm_count // R, -(-V // (THREADS * len(devices)))))
             buffers = PassBuffers(
                 dev.zeros((HEADER + R,), I32),
                 dev.zeros((R, 4), I32),
                 dev.zeros((max_len + R,), I32),
                 dev.zeros((1,), I32),
                 dev.zeros((1,), U32),
-                dev.empty((R * blocks, 2), U64),
+                dev.empty((max(R, dev.sm_count), 2), U64),
                 dev.empty((R, 2), U64),
                 dev.zeros((R + 1,), U32),
                 dev.zeros((8,), U32),
-                dev.host_ring(6),
+                dev.host_ring(5),
                 dev.zeros((4,), I32),
-                blocks,
                 R,
                 mailboxes,
                 dev.zeros((1,), U32) if forced else None,
@@ -88,6 +85,12 @@ class PassBuffers:
     def ids(self) -> Buffer:
         """i32 [M] what is verified: the last id, then guesses."""
         return self.request.view((self.request.shape[0] - HEADER,), HEADER)
+
+    @property
+    def ended(self) -> tuple[int, int]:
+        """(passes that have ended, ids that they and all before them have posted): both of one moment."""
+        word = int(self.told.words[0])
+        return word >> 32, word & 0xFFFFFFFF
 
     @property
     def span(self) -> Buffer:
@@ -132,7 +135,18 @@ def accept(
     if b.forced is not None:
         args.append(b.forced)
     name = "accept_f32" if b.forced is None else "accept_forced_f32"
-    dev.launch(dev.kernel(STEM, name), (b.blocks, M, 1), (THREADS, 1, 1), args)
+    blocks = max(1, min(dev.sm_count // M, -(-V // THREADS)))
+    dev.launch(dev.kernel(STEM, name), (blocks, M, 1), (THREADS, 1, 1), args)
+
+
+def accept_step(
+    dev: Device, b: PassBuffers, s: Sampler, draft: Buffer, draft_vocab: int | None = None, *, pdl: bool = False
+) -> None:
+    """After a decode step that chose an id and posted it: what a pass leaves. Every rank launches this."""
+    check_buffer(draft, (4,), I32, "draft state")
+    args: list[Arg] = [s.state, draft, b.rows, b.span, b.history, b.counts, b.told.buffer]
+    args += [np.int32(b.most), np.int32(draft_vocab or s.vocab)]
+    dev.launch(dev.kernel(STEM, "accept_step"), (1, 1, 1), (32, 1, 1), args, pdl=pdl)
 
 
 def _meeting(b: PassBuffers, s: Sampler) -> np.ndarray[Any, Any]:

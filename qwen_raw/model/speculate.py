@@ -5,7 +5,8 @@ from kernel to kernel, and accept.cu moves the state on by as many ids as stood.
 Work of several ranks is generators, run abreast by `qwen_raw.model.decode.level`.
 
 My launches of draft.cu and accept.cu are ordinary ones, which wait for all that was queued before: a dependent launch
-of the next step may read the position before its predecessor has ended (qwen_raw/kernels/attn_decode.py).
+of the next step may read the position before its predecessor has ended (qwen_raw/kernels/attn_decode.py). Only the last
+of a step is a dependent one: what follows it is an embedding, an ordinary one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from qwen_raw.device import F32, Buffer
-from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin
+from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin, accept_step
 from qwen_raw.kernels.draft import SharedGuesses, draft_catch, draft_ngram, draft_row, draft_share
 from qwen_raw.model.decode import StepOptions, level
 from qwen_raw.model.prompt import Prompt
@@ -24,8 +25,9 @@ from qwen_raw.model.rank import Rank
 from qwen_raw.model.verify import RowsVerifier
 
 APART = StepOptions(skip=frozenset({"sample"}), pdl=False)  # a row: its logits, and the state as it was
-STEP = StepOptions(skip=frozenset({"sample"}))
+UNCHOSEN = StepOptions(skip=frozenset({"sample"}))
 FILL = StepOptions(skip=frozenset({"head", "sample"}))  # keys and values only
+STEP, LIMITED = 0, -1  # passes without guesses: as decode's, and one that posts nothing from the limit on
 CATCH = 64  # ids at a time whose keys a draft model is given after steps without guesses
 
 
@@ -193,12 +195,16 @@ class Pass:
         accept_begin(self.rank.device, self.buffers, self.rank.decode.sampler, *self._draft)
 
     def queue(self, guesses: int) -> Iterator[None]:
-        """Queue a pass of so many guesses; 0: a decode step, and accept.cu for the state of the next pass."""
+        """Queue a pass of so many guesses, or without: STEP or LIMITED."""
         rank, sampler, (draft, vocab) = self.rank, self.rank.decode.sampler, self._draft
         V = rank.shard.local.V
-        if guesses == 0:
+        if guesses == STEP:
+            yield from rank.step()
+            accept_step(rank.device, self.buffers, sampler, draft, vocab, pdl=not rank.shares_gpu)
+            return
+        if guesses == LIMITED:
             logits = rank.decode.logits.view((1, V))
-            yield from rank.step(STEP)
+            yield from rank.step(UNCHOSEN)
         else:
             b, logits = self.buffers.first(guesses + 1), self.logits.view((guesses + 1, V))
             if self.drafter is not None:

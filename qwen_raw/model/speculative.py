@@ -21,8 +21,8 @@ from qwen_raw.kernels.peers import ranks_on_gpu
 from qwen_raw.model.assembly import LIMIT_NS, assemble
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.prompt import Prompt
-from qwen_raw.model.runner import DeviceRunner
-from qwen_raw.model.speculate import CATCH, Drafter, ModelDrafter, NgramDrafter, Pass
+from qwen_raw.model.runner import AHEAD, DeviceRunner
+from qwen_raw.model.speculate import CATCH, LIMITED, STEP, Drafter, ModelDrafter, NgramDrafter, Pass
 
 PASSES_AHEAD = 1  # passes queued beyond the one that the host is waiting for
 MEASURED_S = 0.05  # how long passes of each size are timed
@@ -139,12 +139,13 @@ class SpeculativeRunner(DeviceRunner):
         for each in self._passes:
             each.begin()
             with each.rank.device.rehearsing():
-                for guesses in (0, *sizes):
+                for guesses in (STEP, LIMITED, *sizes):
                     for _ in each.queue(guesses):
                         pass
             each.rank.device.synchronize()
         self._graphs = {
-            guesses: tuple(self._captured(each, guesses) for each in self._passes) for guesses in (0, *sizes)
+            guesses: tuple(self._captured(each, guesses) for each in self._passes)
+            for guesses in (STEP, LIMITED, *sizes)
         }
 
     @staticmethod
@@ -168,16 +169,17 @@ class SpeculativeRunner(DeviceRunner):
     def _measure(self) -> dict[int, float]:
         """What passes cost, in steps, by their guesses; by the host's clock, of passes that post nothing."""
         seconds = {}
-        for guesses in self._live_graphs():
+        for guesses in self._live_graphs().keys() - {LIMITED}:
             rounds = 1
             for _ in range(3):
+                self._place(0)
                 begin = time.perf_counter()
                 self._launch(guesses, rounds)
                 self._wait()
                 took = (time.perf_counter() - begin) / rounds
-                rounds = min(max(2, int(MEASURED_S / took)), 64)
+                rounds = min(max(2, int(MEASURED_S / took)), 64, self.max_model_len)
             seconds[guesses] = took
-        return {guesses: took / seconds[0] for guesses, took in seconds.items()}
+        return {guesses: took / seconds[STEP] for guesses, took in sorted(seconds.items())}
 
     def _launch(self, guesses: int, times: int = 1) -> None:
         """Queue passes on all ranks."""
@@ -197,7 +199,7 @@ class SpeculativeRunner(DeviceRunner):
         """See Runner: since the runner was made."""
         if self._counted is not None:
             return self._counted
-        right, guesses, compared, passes = (int(word) for word in self._told[2:6])
+        right, guesses, compared, passes = (int(word) for word in self._told[1:])
         done = self._log[: passes - self._before.passes]  # those queued too many gave nothing
         steps = self._before.steps + done.count(0)
         cost = None if self.costs is None else (self._before.cost or 0.0) + sum(self.costs.get(k, 1.0) for k in done)
@@ -205,17 +207,17 @@ class SpeculativeRunner(DeviceRunner):
 
     @property
     def _told(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """What accept.cu tells the host: passes, ids posted, guesses right, guesses, compared, passes that posted."""
+        """What accept.cu tells the host."""
         return self._buffers[0].told.words
 
     def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int) -> Iterator[int]:
         """See Runner. The first id is posted by prefill, the others by passes."""
         self._live_step()
         self._hash = None
-        first = self._launched
+        first = self._launched = max(self._launched, self._buffers[0].ended[1])  # steps were measured too
         end = first + max_tokens
         self._before, self._log, self._behind = self.speculated, [], 0
-        self._governor.begin(int(self._told[2]), int(self._told[4]))
+        self._governor.begin(int(self._told[1]), int(self._told[3]))
         with self._together():
             for each in self._passes:
                 sampler, b = each.rank.decode.sampler, each.buffers
@@ -229,7 +231,7 @@ class SpeculativeRunner(DeviceRunner):
                     each.drafter.begin(ids, temperature, seed)
                 each.begin()
             self._launched = first + 1
-        queued = self._ended()
+        queued, _ = self._buffers[0].ended
         try:
             for number in range(first, end):
                 queued = self._queue_passes(queued, number, end)
@@ -237,24 +239,24 @@ class SpeculativeRunner(DeviceRunner):
                 yield self._read(number, position=len(ids) + number - first)
         finally:
             self._wait()  # passes still queued end: how many ids they post is theirs to say
-            self._launched = max(self._launched, int(self._told[1]))
-
-    def _ended(self) -> int:
-        """Passes that have ended, of all."""
-        return int(self._told[0])
+            self._launched = max(self._launched, self._buffers[0].ended[1])
 
     def _queue_passes(self, queued: int, number: int, end: int) -> int:
         """Queue passes, so that id `number` will come and some work is ahead; how many have been queued, of all."""
-        ahead = PASSES_AHEAD if self.devices[0].kind == "cuda" else 0  # the simulator works while the host launches
-        told = self._told
-        ended = self._ended()  # before the ids: a pass that ends in between counts as one that has not
-        posted = max(self._launched, int(told[1]))
-        while queued - ended < min(1 + ahead, end - posted) and posted - number < self._rows:
-            guesses = self._governor.choose(int(told[2]), int(told[4]), end - posted - 1)
+        told, cuda = self._told, self.devices[0].kind == "cuda"
+        ended, posted = self._buffers[0].ended
+        posted = max(self._launched, posted)
+        while posted - number < self._rows:
+            under_way = queued - ended  # each will post one id at least
+            ahead = 0 if not cuda else AHEAD if self._governor.paused else PASSES_AHEAD  # the simulator works at once
+            if under_way >= min(1 + ahead, end - posted):
+                break
+            guesses = self._governor.choose(int(told[1]), int(told[3]), end - posted - 1)
             if guesses and self._behind:
                 self._catch_up_with(self._behind)
             self._behind = 0 if guesses else self._behind + 1
-            self._launch(guesses)
+            guessing = any(self._log[len(self._log) - under_way :])  # and may reach the end
+            self._launch(LIMITED if not guesses and guessing else guesses)
             self._log.append(guesses)
             queued += 1
         return queued
@@ -275,12 +277,18 @@ class SpeculativeRunner(DeviceRunner):
         return Governor(self.costs if self._governed else None, self._rows - 1)
 
     def replay_passes(self, context: int, passes: int, guesses: int) -> None:
-        """Queue passes at position `context`, that cost what others do and post nothing: for benches."""
+        """Queue passes at position `context`, that cost what others do, and post nothing if they guess: for benches."""
+        if context + passes > self.max_model_len:
+            raise QwenRawError(f"{passes} passes from {context} on do not fit {self.max_model_len} positions")
+        self._place(context)
+        self._launch(guesses, passes)
+
+    def _place(self, context: int) -> None:
+        """From here on guesses post nothing, and a pass begins at this position."""
         for each in self._passes:
             each.buffers.limit.upload(np.array([0], np.uint32))
             each.rank.decode.sampler.set_position(0, context)
             each.begin()
-        self._launch(guesses, passes)
 
     def _live_graphs(self) -> dict[int, tuple[Graph, ...]]:
         if not self._graphs:

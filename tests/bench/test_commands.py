@@ -29,6 +29,7 @@ def test_a_wrong_request_is_one_line(bench: str) -> None:
         ("gemv", "--tp x"),
         ("allreduce", "--devices 0,x"),
         ("prefill", "--prompt 0"),
+        ("speculate", "--acceptance 2"),
     ],
 )
 def test_a_wrong_value_is_one_line(bench: str, words: str) -> None:

@@ -18,7 +18,7 @@ from kernel_reference import bf16_input, f16_input, make_linear, silu
 
 from loaders.dtypes import bf16_to_f32, f16_to_f32
 from qwen_raw.device import BF16, E4M3, F16, F32, I32, Buffer
-from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin
+from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin, accept_step
 from qwen_raw.kernels.bandwidth import read_all
 from qwen_raw.kernels.draft import draft_catch, draft_ngram, draft_row
 from qwen_raw.kernels.embed import embed
@@ -374,6 +374,7 @@ def run_accept(machine: Machine, rng: np.random.Generator) -> Outputs:
         b.ids.upload(np.array([1, *(c + (i >= right) for i, c in enumerate(choices[:-1]))], np.int32))
         accept(dev, b, s, draft, dev.array(logits))
         states.append(np.concatenate([x.download().reshape(-1) for x in (s.state, draft, b.rows, b.history)]))
+    accept_step(dev, b, s, draft)
     machine.finish()
     return {"states": exact(np.array(states)), "ring": exact(s.ring.words.copy()), "told": exact(b.told.words.copy())}
 
@@ -414,6 +415,7 @@ def all_cases() -> list[Case]:
         Case("draft_ngram", run_draft_ngram),
         Case("accept_begin", run_accept),
         Case("draft_catch", run_draft_catch),
+        Case("accept_step", run_accept),
         Case("accept_f32", run_accept),
         Case("accept_forced_f32", run_accept_forced),
         Case("read_v4", run_bandwidth),

@@ -8,9 +8,9 @@ import pytest
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import logits_hash
 from qwen_raw.generation.sampling import choose
-from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin
+from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin, accept_step
 from qwen_raw.kernels.draft import draft_catch, draft_ngram, draft_row
-from qwen_raw.kernels.sample import BAD_ID, SLOTS, Sampler
+from qwen_raw.kernels.sample import BAD_ID, SLOTS, Sampler, sample
 
 Array = np.ndarray[Any, Any]
 V, TEXT, MAX_LEN = 700, 650, 200
@@ -62,7 +62,7 @@ class Passes:
         )
         self.s.set_params(temperature, seed, TEXT)
         self.token, self.pos, self.step, self.history = 9, 20, 0, {20: 9}
-        self.told = [0] * 6
+        self.told, self.ended = [0] * 4, 0
         self.s.set_position(self.token, self.pos)
         self.limit(1000)
         accept_begin(dev, self.b, self.s, self.draft)
@@ -95,13 +95,13 @@ class Passes:
         stands = min(right + 1, self.M, max(0, self.room - self.step))
         if BAD_ID in want[:stands]:
             stands = want.index(BAD_ID) + 1
-        self.told[0] += 1
+        self.ended += 1
         if stands:
             wrong = stands == right + 1 < self.M and want[stands - 1] != BAD_ID
-            self.told[2] += stands - 1
-            self.told[3] += self.M - 1
-            self.told[4] += stands - 1 + wrong
-            self.told[5] += 1
+            self.told[0] += stands - 1
+            self.told[1] += self.M - 1
+            self.told[2] += stands - 1 + wrong
+            self.told[3] += 1
         ring = self.s.ring.words
         self.dev.synchronize()
         for i, id_ in enumerate(want[:stands]):
@@ -111,8 +111,8 @@ class Passes:
             self.token = 0 if id_ == BAD_ID else id_
             self.history[self.pos + 1 + i] = self.token
         self.pos, self.step = self.pos + stands, self.step + stands
-        self.told[1] = self.step
-        assert [int(w) for w in self.b.told.words] == self.told
+        assert self.b.ended == (self.ended, self.step)
+        assert [int(w) for w in self.b.told.words[1:]] == self.told
         self.check_left_behind()
         return stands
 
@@ -126,6 +126,23 @@ def test_rows_stand_as_far_as_guesses_are_right(dev: Any, rng: np.random.Generat
         logits = rng.standard_normal((M, V)).astype(np.float32)
         logits[:, TEXT:] = 1e4  # padding
         assert passes.run(logits, right) == right + 1
+
+
+def test_a_step_that_chose_by_itself_is_a_pass_without_guesses(dev: Any, rng: np.random.Generator) -> None:
+    passes = Passes(dev, 3)
+    for right in (1, 2):
+        logits = rng.standard_normal((4, V)).astype(np.float32)
+        passes.run(logits[:3], right)
+        sample(dev, dev.array(logits[3]), passes.s)
+        accept_step(dev, passes.b, passes.s, passes.draft)
+        passes.pos, passes.step, passes.ended = passes.pos + 1, passes.step + 1, passes.ended + 1
+        passes.token = passes.history[passes.pos] = int(logits[3, :TEXT].argmax())
+        passes.told[3] += 1
+        passes.check_left_behind()
+        dev.synchronize()
+        assert passes.b.ended == (passes.ended, passes.step)
+        assert [int(w) for w in passes.b.told.words[1:]] == passes.told
+        assert passes.b.filled.download().tolist() == [passes.pos - 1]  # the draft model has not seen the step's id
 
 
 def test_nothing_is_posted_beyond_the_limit(dev: Any, rng: np.random.Generator) -> None:
@@ -191,7 +208,7 @@ def test_forced_guesses_stand_whatever_is_right(dev: Any, rng: np.random.Generat
             pos = now
             if pos > MAX_LEN - M:
                 break
-        right, compared = int(b.told.words[2]), int(b.told.words[4])
+        right, compared = int(b.told.words[1]), int(b.told.words[3])
         assert abs(right / compared - acceptance) < 0.15
     with pytest.raises(QwenRawError, match="forced to 2"):
         b.force(2.0)

@@ -49,6 +49,8 @@ def prompts(count: int) -> list[list[int]]:
 class Scripted:
     """A governor that says what it is told."""
 
+    paused = False
+
     def __init__(self, said: list[int]) -> None:
         self.said = said
 

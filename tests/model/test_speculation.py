@@ -43,6 +43,8 @@ def runners(dev: Any, way: dict[str, Any], verify: str) -> Iterator[tuple[Device
 def test_ids_are_those_of_single_steps(runners: Any, verify: str, temperature: float) -> None:
     plain, guessing = runners
     many = plain.devices[0].kind == "cuda"
+    if not many and verify == "chunk" and (temperature or guessing._draft_prompt is None):
+        pytest.skip("slow, and guesses and draws are the same whatever computes the rows")
     equal = total = 0
     for number, ids in enumerate(prompts((20 if temperature else 100) if many else 2)):
         request = {"max_tokens": 48 if many else 9, "temperature": temperature, "seed": number}

@@ -1,0 +1,31 @@
+"""bench.speculate's rows, on a simulated device: acceptance is what it was forced to be."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench import speculate
+from bench.common import Timing
+from qwen_raw.simt.device import SimDevice
+
+
+def test_rows_of_forced_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_ms(devices: Any, work: Callable[[], None], *, repeats: int) -> Timing:
+        work()
+        return Timing((1.6,))
+
+    monkeypatch.setattr(speculate, "time_ms", time_ms)
+    monkeypatch.setattr(speculate, "PASSES", 1)
+    asked = Namespace(
+        model="tiny-shakespeare-draft", draft="tiny-shakespeare-draft", context=3, tokens=7, guesses=2, repeats=1,
+        acceptance=[0.0, 1.0],
+    )  # fmt: skip
+    device: Any = SimDevice()
+    none, all_ = speculate.forced([device], asked)
+    device.close()
+    assert (none["forced"], none["counts"]["right"], none["counts"]["passes"]) == (0.0, 0, 6)
+    assert (all_["forced"], all_["counts"]["acceptance"], all_["counts"]["passes"]) == (1.0, 1.0, 2)
+    assert none["plain_tok_s"] == all_["plain_tok_s"] > 0 and none["ratio"] == none["tok_s"] / none["plain_tok_s"]
+    assert none["pass_us"] == pytest.approx(1600.0) and all_["seen_us"] > 0
