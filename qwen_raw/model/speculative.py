@@ -91,6 +91,7 @@ class SpeculativeRunner(DeviceRunner):
         self._catch_up = self._capture_catch_up()
         self._behind = 0  # ids that a draft model has not seen
         self.costs = self._measure() if costs is None and self.devices[0].kind == "cuda" else costs
+        self._measured = int(self._told[4])  # steps of measuring, which are nobody's
         self._governor = self._new_governor()
         self._note_memory()
 
@@ -200,6 +201,7 @@ class SpeculativeRunner(DeviceRunner):
         if self._counted is not None:
             return self._counted
         right, guesses, compared, passes = (int(word) for word in self._told[1:])
+        passes -= self._measured
         done = self._log[: passes - self._before.passes]  # those queued too many gave nothing
         steps = self._before.steps + done.count(0)
         cost = None if self.costs is None else (self._before.cost or 0.0) + sum(self.costs.get(k, 1.0) for k in done)
