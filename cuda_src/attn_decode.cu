@@ -2,17 +2,20 @@
 //
 //   out[t, h] = Σ_k softmax_k(q[t, h]·K[h/G, k] / √HD)·V[h/G, k],   k = 0 … pos + t,   G = H/KV
 //
-// A block takes up to 8·NT rows (t, h) that share a KV head and one split of the keys, so that K and V are read once for the whole group.
-// Its eight warps take steps of 16 keys in turn, and their partial outputs meet in shared memory. The blocks of a cluster are splits of one
-// head: each finishes a share of the rows, which the others push into its shared memory. Clusters of one head meet in global memory, where
-// the last to arrive finishes. How many blocks work follows the length in device memory, so that one captured graph serves every length:
-// the first cluster's blocks one after another, then a cluster more for each 2^log_keys keys. Blocks past those leave at once.
+// A tile is up to 8·NT rows (t, h) that share a KV head, so that K and V are read once for the whole group. A block takes a tile and one
+// split of the keys. Its warps take steps of 16 keys in turn, and their partial outputs meet in shared memory. The blocks of a cluster are
+// splits of one tile: each finishes a share of the rows, which the others push into its shared memory. A tile has `clusters` of them, and
+// `singles`, blocks that work for themselves in what multiprocessors the clusters of all tiles leave. Both meet in global memory, where the
+// last to arrive finishes. How many blocks work follows the length in device memory, so that one captured graph serves every length:
+// the first cluster's blocks one after another, then a cluster more for each 2^log_keys keys, then, when the blocks have 2^log_full each,
+// all singles. Other blocks leave at once.
 //
 // Before griddep_wait a block requests the keys and values of its first step: all but the newest T rows are older than the launch before
 // it. PRECOND  pos and the rows before it were written before the last ordinary (not dependent) launch of the stream.
 //
-// grid: (clusters << log_cluster, ceil(T·G / (8·NT)), KV), cluster: (1 << log_cluster, 1, 1); block: 256; dynamic shared memory: sizeof(Shared).
-// bytes moved: 2·KV·(pos + T)·HD·2 for each block row (grid.y).
+// tiles: KV·ceil(T·G / (8·NT)), the row blocks of a KV head one after another. grid: (tiles·((clusters << log_cluster) + singles), rounded up to
+// whole clusters; first all clusters, tile by tile, then all singles); cluster: (1 << log_cluster, 1, 1); block: 32·WARPS; dynamic shared
+// memory: sizeof(Shared). bytes moved: 2·KV·(pos + T)·HD·2 (e4m3: KV·(pos + T)·(2·HD + 16)) for each row block.
 // PRECOND  HD 64 or 128, NT 1 or 2 (by kernel name), T = 1 and G <= 8 for NT = 1; log_cluster 0 to 3, 0 before sm_90.
 // PRECOND  pos + T <= max_len; q, caches 16-byte aligned; part and part_ml filled with ones (every bit), arrivals zero before the first launch.
 // minimum arch: sm_80
@@ -21,7 +24,7 @@
 constexpr int WARPS = 8;
 constexpr int STEP = WARPS * ATTN_KEYS;  // keys of one step of the block, and the fewest of a split
 constexpr int CLUSTER = 8;               // the largest cluster
-constexpr int FEW = 4, MANY = 16;        // clusters' partials in flight a thread
+constexpr int FEW = 4, MANY = 16;        // partials of clusters and singles in flight a thread
 
 template <int HD, int NT>
 struct Shared {
@@ -33,25 +36,47 @@ struct Shared {
   uint64_t arrived;     // push barrier
 };
 
+// How a tile's keys are split, at most.
+struct Geometry {
+  int clusters, singles, log_cluster, log_keys, log_full;
+  int per_cluster, per_single;  // 2^16 over each, rounded up: quotients of block numbers without a division
+  DEVICE int sources() const { return clusters + singles; }
+};
+
 // Where a block stands: its keys, and who else works on the same rows.
 struct Split {
-  int len, chunk;                // keys; keys a block
-  int begin, end;                // this block's keys
-  int rank, cluster;             // of this block
-  int sources, clusters;         // blocks of this cluster that have keys, clusters that do
+  int tile;
+  bool single;             // a block that is in no cluster of a tile's
+  int rank, cluster;       // of this block in its cluster; of the cluster, or the single, among a tile's
+  int len, chunk;          // keys; keys a block
+  int begin, end;          // this block's keys
+  int blocks, meeting;     // of this cluster, and clusters and singles: those that have keys
   DEVICE bool alone() const { return chunk >= len; }
 };
-DEVICE Split split_of(int len, int log_cluster, int log_keys) {
+DEVICE Split place_of(const Geometry& of, int tiles) {
   Split s;
-  const int size = 1 << log_cluster;
-  const int blocks = min(int(gridDim.x) >> log_cluster, ((len - 1) >> log_keys) + 1) << log_cluster;
-  s.len = len;
-  s.chunk = max(STEP, (int(unsigned(len + blocks - 1) / unsigned(blocks)) + ATTN_KEYS - 1) / ATTN_KEYS * ATTN_KEYS);
-  s.rank = int(blockIdx.x) & (size - 1), s.cluster = int(blockIdx.x) >> log_cluster;
-  s.begin = int(blockIdx.x) * s.chunk, s.end = min(len, s.begin + s.chunk);
-  const int splits = int(unsigned(len + s.chunk - 1) / unsigned(s.chunk));
-  s.sources = min(size, splits - s.cluster * size), s.clusters = (splits + size - 1) >> log_cluster;
+  const int size = 1 << of.log_cluster, all = (tiles * of.clusters) << of.log_cluster;
+  s.single = int(blockIdx.x) >= all;
+  const int index = s.single ? int(blockIdx.x) - all : int(blockIdx.x) >> of.log_cluster;
+  const int each = s.single ? of.singles : of.clusters;
+  s.tile = (index * (s.single ? of.per_single : of.per_cluster)) >> 16, s.cluster = index - s.tile * each;
+  s.rank = s.single ? 0 : int(blockIdx.x) & (size - 1);
   return s;
+}
+// False if the block has nothing to do.
+DEVICE bool split_keys(Split& s, const Geometry& of, int len) {
+  const int size = 1 << of.log_cluster, clusters = min(of.clusters, ((len - 1) >> of.log_keys) + 1), grouped = clusters << of.log_cluster;
+  const int most = grouped + (len > grouped << of.log_full ? of.singles : 0);
+  s.len = len;
+  s.chunk = max(STEP, (int(unsigned(len + most - 1) / unsigned(most)) + ATTN_KEYS - 1) / ATTN_KEYS * ATTN_KEYS);
+  s.begin = (s.single ? (of.clusters << of.log_cluster) + s.cluster : (s.cluster << of.log_cluster) + s.rank) * s.chunk;
+  s.end = min(len, s.begin + s.chunk);
+  const int splits = int(unsigned(len + s.chunk - 1) / unsigned(s.chunk)), whole = (splits + size - 1) >> of.log_cluster;
+  s.blocks = s.single ? 1 : min(size, splits - (s.cluster << of.log_cluster));
+  s.meeting = min(clusters, whole) + max(0, splits - grouped);
+  const bool idle = s.alone() || s.single ? s.begin >= len : s.cluster >= whole;  // a cluster's blocks finish rows without keys too
+  if (s.single) s.cluster += of.clusters;
+  return !idle;
 }
 
 // All this block's keys, its steps TILES at a time; the tiles of the first are in flight. Keys before `seen` are masked for no row.
@@ -83,7 +108,7 @@ DEVICE void attend(AttnState<HD, NT>& st, const AttnQuery<F, HD> (&q)[NT], AttnT
   }
 }
 
-// The partials of clusters c0 … c0 + count - 1, at most N, looked at until they are whole; o_of, ml_of: where cluster c's are.
+// The partials of clusters and singles c0 … c0 + count - 1, at most N, looked at until they are whole; o_of, ml_of: where c's are.
 template <int N, class O, class ML>
 DEVICE Partial gather(const O& o_of, const ML& ml_of, int c0, int count) {
   uint4 o[N];
@@ -105,9 +130,9 @@ DEVICE Partial gather(const O& o_of, const ML& ml_of, int c0, int count) {
                   [&](int i) { return make_float2(f(ml[i].x), f(ml[i].y)); }, count);
 }
 
-// The partials of all clusters of a head meet: the last to arrive has them all, in the clusters' order. The arrival is relaxed and may
+// The partials of all clusters and singles of a tile meet: the last to arrive has them all, in their order. The arrival is relaxed and may
 // overtake the partials, so these are looked at until they are whole. Called by whole warps; `active` threads have a partial.
-// to, to_ml: this thread's place in cluster 0's partials; the next cluster's is `stride` rows on.
+// to, to_ml: this thread's place in the first's partials; the next one's is `stride` rows on.
 template <int HD>
 DEVICE bool meet(Partial& a, bool active, float4* to, float2* to_ml, int stride, uint32_t* arrivals, const Split& s) {
   const int lane = threadIdx.x % WARP;
@@ -118,17 +143,21 @@ DEVICE bool meet(Partial& a, bool active, float4* to, float2* to_ml, int stride,
     st_volatile_v4(o_of(s.cluster), make_uint4(not_hole(a.o.x), not_hole(a.o.y), not_hole(a.o.z), not_hole(a.o.w)));
     if (first) st_volatile_v2(ml_of(s.cluster), make_uint2(not_hole(a.m), not_hole(a.l)));
   }
-  uint32_t before = lane == 0 ? atomicInc(arrivals, s.clusters - 1) : 0;
+  uint32_t before = lane == 0 ? atomicInc(arrivals, s.meeting - 1) : 0;
   before = __shfl_sync(FULL_MASK, before, 0);
-  if (int(before) != s.clusters - 1) return false;
+  if (int(before) != s.meeting - 1) return false;
   if (active) {
-    a = gather<FEW>(o_of, ml_of, 0, min(FEW, s.clusters));
-    for (int c = FEW; c < s.clusters; c += MANY) a = merge(a, gather<MANY>(o_of, ml_of, c, min(MANY, s.clusters - c)));
+    if (s.meeting <= FEW) {
+      a = gather<FEW>(o_of, ml_of, 0, s.meeting);
+    } else {
+      a = {make_float4(0.f, 0.f, 0.f, 0.f), NEG_INF, 0.f};
+      for (int c = 0; c < s.meeting; c += MANY) a = merge(a, gather<MANY>(o_of, ml_of, c, min(MANY, s.meeting - c)));
+    }
   }
   __syncwarp();  // all lanes have read {m, l}
   if (active)
 #pragma unroll 1
-    for (int c = 0; c < s.clusters; c++) {
+    for (int c = 0; c < s.meeting; c++) {
       st_volatile_v4(o_of(c), make_uint4(HOLE, HOLE, HOLE, HOLE));
       if (first) st_volatile_v2(ml_of(c), make_uint2(HOLE, HOLE));
     }
@@ -138,12 +167,12 @@ DEVICE bool meet(Partial& a, bool active, float4* to, float2* to_ml, int stride,
 // A block's rows: `count` from row `first` on of the rows (t, h) = (r / G, r % G) of its KV head.
 template <int HD, int NT>
 struct Rows {
-  int first, count, G;
+  int first, count, G, KV;
   int at;  // element of q and out where row `first` of token 0 begins
   DEVICE int element(int r) const {
     if (NT == 1) return at + r * HD;
     const int token = (first + r) / G;
-    return at + (token * (int(gridDim.z) - 1) * G + r) * HD;
+    return at + (token * (KV - 1) * G + r) * HD;
   }
   // The first key that row r does not see.
   DEVICE int limit(int r, int pos, int end) const { return NT == 1 ? end : min(end, pos + (first + r) / G + 1); }
@@ -163,59 +192,64 @@ DEVICE void hand_over(bf16* out, Shared<HD, NT>& sh, const Rows<HD, NT>& rows, c
     const Partial a = merge<WARPS>([&](int w) { return sh.warp[w].o[row][d ^ swizzle(row)]; }, [&](int w) { return sh.ml[w][row]; }, WARPS);
     if (s.alone()) {
       store_output(out + rows.element(row) + 4 * d, a);
-    } else if (log_cluster) {
+    } else if (log_cluster && !s.single) {
       const int to = row >> log, place = (s.rank << log) + (row & ((1 << log) - 1));
       push_f4(&sh.pushed[place * QUADS + d], to, a.o, &sh.arrived);
       if (d == 0) push_f2(&sh.pushed_ml[place], to, make_float2(a.m, a.l), &sh.arrived);
-    } else {  // a cluster of one: as if pushed
+    } else {  // by itself: as if pushed
       sh.pushed[row * QUADS + d] = a.o;
       if (d == 0) sh.pushed_ml[row] = make_float2(a.m, a.l);
     }
   }
 }
 
-// The cluster's blocks meet, then the clusters: whole warps, each for 32·4 neighbouring outputs. part, part_ml, arrivals: of this block's rows.
+// The cluster's blocks meet, then the clusters and singles: whole warps, each for 32·4 neighbouring outputs of the rows that a block of a cluster
+// finishes. A single has all those shares to itself. part, part_ml, arrivals: of this tile's rows.
 template <int HD, int NT>
 DEVICE void finish(bf16* out, Shared<HD, NT>& sh, const Rows<HD, NT>& rows, const Split& s, int log_cluster, float4* part, float2* part_ml,
                    uint32_t* arrivals) {
   constexpr int QUADS = HD / 4;
-  const int log = log_share<NT>(log_cluster), row_0 = s.rank << log;
-  for (int i = threadIdx.x; i / WARP * WARP < (QUADS << log); i += WARPS * WARP) {
-    const int mine = i / QUADS, row = row_0 + mine, d = i % QUADS, warp_row = row_0 + i / WARP * WARP / QUADS;
-    if (warp_row >= rows.count) return;
+  const int log = log_share<NT>(log_cluster), warps = max(1, (QUADS << log) / WARP), lane = threadIdx.x % WARP;
+  const int units = s.single ? warps << log_cluster : warps;
+  for (int u = int(threadIdx.x) / WARP; u < units; u += WARPS) {
+    const int share = s.single ? int(unsigned(u) / unsigned(warps)) : s.rank, i = (s.single ? u - share * warps : u) * WARP + lane;
+    const int mine = i / QUADS, row = (share << log) + mine, d = i % QUADS, warp_row = (share << log) + (i - lane) / QUADS;
+    if (warp_row >= rows.count) continue;
     const bool active = mine < 1 << log && row < rows.count;
     Partial a = {make_float4(0.f, 0.f, 0.f, 0.f), NEG_INF, 0.f};
     if (active) {
       uint32_t looks = 0;
-      while (log_cluster && !push_arrived(&sh.arrived)) look_again(looks);
-      const auto place = [&](int c) { return (min(c, s.sources - 1) << log) + mine; };
-      a = merge<CLUSTER>([&](int c) { return sh.pushed[place(c) * QUADS + d]; }, [&](int c) { return sh.pushed_ml[place(c)]; }, s.sources);
+      while (log_cluster && !s.single && !push_arrived(&sh.arrived)) look_again(looks);
+      const auto place = [&](int c) { return s.single ? row : (min(c, s.blocks - 1) << log) + mine; };
+      a = merge<CLUSTER>([&](int c) { return sh.pushed[place(c) * QUADS + d]; }, [&](int c) { return sh.pushed_ml[place(c)]; }, s.blocks);
     }
-    if (s.clusters > 1 && !meet<HD>(a, active, part + row * QUADS + d, part_ml + row, 8 * NT, arrivals + warp_row, s)) continue;
+    if (s.meeting > 1 && !meet<HD>(a, active, part + row * QUADS + d, part_ml + row, 8 * NT, arrivals + warp_row, s)) continue;
     if (active) store_output(out + rows.element(row) + 4 * d, a);
   }
 }
 
 template <class F, int HD, int NT, int TILES>
 DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_cache, const typename F::Element* v_cache, const uint8_t* fine,
-                        float4* part, float2* part_ml, uint32_t* arrivals, const int32_t* pos_ptr, int T, int G, int max_len, int log_cluster,
-                        int log_keys, float scale_log2) {
+                        float4* part, float2* part_ml, uint32_t* arrivals, const int32_t* pos_ptr, int T, int G, int KV, int max_len,
+                        const Geometry& of, float scale_log2) {
   constexpr int R = 8 * NT;
   DYN_SHARED(unsigned char, dynamic);
   auto& sh = *reinterpret_cast<Shared<HD, NT>*>(dynamic);
   griddep_launch();
-  if (log_cluster) {
+  if (of.log_cluster) {
     if (threadIdx.x == 0) push_init(&sh.arrived);
     __syncwarp();
     cluster_arrive();
   }
-  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, kv = blockIdx.z;
+  const int row_blocks = NT == 1 ? 1 : int(unsigned(T * G + R - 1) / unsigned(R)), tiles = KV * row_blocks;
+  Split s = place_of(of, tiles);
+  if (s.tile >= tiles) return;
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, kv = NT == 1 ? s.tile : int(unsigned(s.tile) / unsigned(row_blocks));
   const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP, 0);  // so that the compiler knows it to be the same in all lanes
   const int64_t first_row = int64_t(kv) * max_len;
   const AttnHead<F> head = {k_cache + first_row * HD, v_cache + first_row * HD, fine + first_row * FINE};
   const int pos = *pos_ptr;
-  Split s = split_of(pos + (NT == 1 ? 1 : T), log_cluster, log_keys);
-  if (s.alone() ? blockIdx.x > 0 : s.cluster >= s.clusters) return;
+  if (!split_keys(s, of, pos + (NT == 1 ? 1 : T))) return;
 
   // Keys of the first step. Rows from pos on belong to the launch before this one.
   AttnTile<F, HD> tile[TILES];
@@ -228,10 +262,11 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_c
     attn_fetch_v<F, HD>(tile[i], head, k0[i], 0, pos - 1);
   }
   // Whatever else can be known before the wait.
-  Rows<HD, NT> rows = {int(blockIdx.y) * R, 0, G, (kv * G + int(blockIdx.y) * R) * HD};
+  const int first_row_of = (s.tile - kv * row_blocks) * R;
+  Rows<HD, NT> rows = {first_row_of, 0, G, KV, (kv * G + first_row_of) * HD};
   rows.count = min(R, (NT == 1 ? G : T * G) - rows.first);
   settle(rows.at);
-  const uint32_t fine_dims = F::FINE_PARTS ? attn_fine_dims<HD>(fine_pairs(fine, int(gridDim.z), max_len, HD / 2, kv)) : 0;
+  const uint32_t fine_dims = F::FINE_PARTS ? attn_fine_dims<HD>(fine_pairs(fine, KV, max_len, HD / 2, kv)) : 0;
   int limit[NT][2], q_at[NT];
 #pragma unroll
   for (int n = 0; n < NT; n++) {
@@ -240,12 +275,12 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_c
 #pragma unroll
     for (int c = 0; c < 2; c++) limit[n][c] = rows.limit(8 * n + 2 * t + c, pos, s.end);
   }
-  if (!s.alone() && log_cluster) {
-    const int log = log_share<NT>(log_cluster), mine = min(max(rows.count - (s.rank << log), 0), 1 << log);
-    if (threadIdx.x == 0) push_expect(&sh.arrived, s.sources * mine * (4 * HD + 8));
+  if (!s.alone() && of.log_cluster && !s.single) {
+    const int log = log_share<NT>(of.log_cluster), mine = min(max(rows.count - (s.rank << log), 0), 1 << log);
+    if (threadIdx.x == 0) push_expect(&sh.arrived, s.blocks * mine * (4 * HD + 8));
     cluster_wait();
   }
-  settle(s.clusters), settle(s.sources);
+  settle(s.meeting), settle(s.blocks);
   griddep_wait();
 
   AttnQuery<F, HD> query[NT];
@@ -259,13 +294,13 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_c
   }
   AttnState<HD, NT> st;
   attend<F, HD, NT, TILES>(st, query, tile, head, k0[0], s.end, rows.limit(0, pos, s.end), limit, scale_log2);
-  publish<HD, NT>(sh.warp[warp], sh.ml[warp], st);
+  publish<F::template Values<HD>::DIMS, HD, NT>(sh.warp[warp], sh.ml[warp], st);
   __syncthreads();
-  if (s.begin < s.end) hand_over(out, sh, rows, s, log_cluster);
+  if (s.begin < s.end) hand_over(out, sh, rows, s, of.log_cluster);
   if (s.alone()) return;
-  if (!log_cluster) __syncthreads();
-  const int tile_row = (kv * int(gridDim.y) + int(blockIdx.y)) * R, clusters = int(gridDim.x) >> log_cluster;
-  finish(out, sh, rows, s, log_cluster, part + int64_t(tile_row) * clusters * (HD / 4), part_ml + tile_row * clusters, arrivals + tile_row);
+  if (!of.log_cluster || s.single) __syncthreads();
+  const int tile_row = s.tile * R, sources = of.sources();
+  finish(out, sh, rows, s, of.log_cluster, part + int64_t(tile_row) * sources * (HD / 4), part_ml + tile_row * sources, arrivals + tile_row);
 }
 
 #define ATTN_DECODE(F, NAME, HD, NT, TILES)                                                                                                 \
@@ -275,12 +310,14 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_c
       const F::Element* k_cache, /* [KV, max_len, HD] */                                                                                    \
       const F::Element* v_cache, /* [KV, max_len, HD] */                                                                                    \
       const uint8_t* fine,       /* of an e4m3 cache: include/kv_cache.cuh */                                                               \
-      float4* part,              /* [KV·grid.y, clusters, 8·NT, HD] */                                                                      \
-      float2* part_ml,           /* [KV·grid.y, clusters, 8·NT] */                                                                          \
-      uint32_t* arrivals,        /* [KV·grid.y, 8·NT] */                                                                                    \
+      float4* part,              /* [tiles, clusters + singles, 8·NT, HD] */                                                                \
+      float2* part_ml,           /* [tiles, clusters + singles, 8·NT] */                                                                    \
+      uint32_t* arrivals,        /* [tiles, 8·NT] */                                                                                        \
       const int32_t* pos,        /* [1]: of the first of the T tokens */                                                                    \
-      int T, int G, int max_len, int log_cluster, int log_keys, float scale_log2) {                                                         \
-    attn_decode<F, HD, NT, TILES>(out, q, k_cache, v_cache, fine, part, part_ml, arrivals, pos, T, G, max_len, log_cluster, log_keys, scale_log2);\
+      int T, int G, int KV, int max_len, int clusters, int singles, int log_cluster, int log_keys, int log_full, int per_cluster,           \
+      int per_single, float scale_log2) {                                                                                                   \
+    attn_decode<F, HD, NT, TILES>(out, q, k_cache, v_cache, fine, part, part_ml, arrivals, pos, T, G, KV, max_len,                          \
+                                  {clusters, singles, log_cluster, log_keys, log_full, per_cluster, per_single}, scale_log2);               \
   }
 ATTN_DECODE(CacheBf16, bf16, 64, 1, 2)
 ATTN_DECODE(CacheBf16, bf16, 128, 1, 2)

@@ -41,14 +41,17 @@ struct AttnQuery {
 // Zero where there is no row. `dims`: four bytes, of the second parts (attn_fine_dims).
 template <class F, int HD>
 DEVICE void attn_load_row(AttnQuery<F, HD>& query, const bf16* row, uint32_t dims) {
+  bf16 fine[4];
 #pragma unroll
-  for (int j = 0; j < HD / 32; j++) query.q[j] = row ? F::query(ld_global_v4(row + 32 * j + 8 * (threadIdx.x % 4))) : make_uint4(0, 0, 0, 0);
-  if constexpr (F::FINE_PARTS) {
-    float f[4] = {0.f, 0.f, 0.f, 0.f};
+  for (int j = 0; j < HD / 32; j++)
+    query.q[j] = row ? ld_global_v4(row + F::K_DIMS * (4 * (j / F::K_CHUNKS) + threadIdx.x % 4) + 8 * (j % F::K_CHUNKS)) : make_uint4(0, 0, 0, 0);
+  if constexpr (F::FINE_PARTS) {  // all are requested before one is converted
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (row) f[i] = __bfloat162float(row[dims >> (8 * i) & 255]);
-    query.fine[0] = pack_f16(f[0], f[1]), query.fine[1] = pack_f16(f[2], f[3]);
+    for (int i = 0; i < 4; i++) fine[i] = row ? row[dims >> (8 * i) & 255] : __float2bfloat16_rn(0.f);
+#pragma unroll
+    for (int j = 0; j < HD / 32; j++) query.q[j] = F::query(query.q[j]);
+    query.fine[0] = pack_f16(__bfloat162float(fine[0]), __bfloat162float(fine[1]));
+    query.fine[1] = pack_f16(__bfloat162float(fine[2]), __bfloat162float(fine[3]));
   }
 }
 // The dimensions of this thread's second parts, from the head's pairs.
@@ -61,8 +64,9 @@ DEVICE uint32_t attn_fine_dims(const uint8_t* pairs) {
 // K and V of 16 keys as they lie in memory.
 template <class F, int HD>
 struct AttnTile {
-  typename F::Pack k[2][HD / 32];  // key 8i + g, dimensions 32j + 8t …
-  typename F::Pack v[HD / 64][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions 64j + 8g …
+  using V = typename F::template Values<HD>;
+  typename F::Pack k[2][HD / (4 * F::K_DIMS)];           // key 8i + g, dimensions K_DIMS·(4j + t) …
+  typename V::Pack v[HD / (8 * V::DIMS)][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9, dimensions V::DIMS·(8j + g) …
   uint32_t fine[2];                // key 8i + g, second parts 4t …
 };
 // Keys k0 … k0 + 15 from `first` on; those past `last` are read as `last`. Registers of keys before `first` keep what they hold.
@@ -70,7 +74,8 @@ struct AttnTile {
 template <class F, int HD>
 DEVICE void attn_fetch_k(AttnTile<F, HD>& tile, const AttnHead<F>& head, int k0, int first, int last) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-  const typename F::Element* k = head.k + 8 * t;
+  constexpr int PACKS = HD / (4 * F::K_DIMS), PITCH = 4 * F::K_DIMS;
+  const typename F::Element* k = head.k + F::K_DIMS * t;
   if constexpr (F::FINE_PARTS) {
     const uint8_t* fine = head.fine + 4 * t;
 #pragma unroll
@@ -84,7 +89,7 @@ DEVICE void attn_fetch_k(AttnTile<F, HD>& tile, const AttnHead<F>& head, int k0,
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int j = 0; j < HD / 32; j++) tile.k[i][j] = F::load(k + 8 * i * HD + 32 * j);
+      for (int j = 0; j < PACKS; j++) tile.k[i][j] = F::load(k + 8 * i * HD + PITCH * j);
     return;
   }
 #pragma unroll
@@ -93,19 +98,21 @@ DEVICE void attn_fetch_k(AttnTile<F, HD>& tile, const AttnHead<F>& head, int k0,
     const typename F::Element* row = k + int64_t(min(key, last)) * HD;
     if (key >= first)
 #pragma unroll
-      for (int j = 0; j < HD / 32; j++) tile.k[i][j] = F::load(row + 32 * j);
+      for (int j = 0; j < PACKS; j++) tile.k[i][j] = F::load(row + PITCH * j);
   }
 }
 template <class F, int HD>
 DEVICE void attn_fetch_v(AttnTile<F, HD>& tile, const AttnHead<F>& head, int k0, int first, int last) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-  const typename F::Element* v = head.v + 8 * g;
+  using V = typename F::template Values<HD>;
+  constexpr int PACKS = HD / (8 * V::DIMS), PITCH = 8 * V::DIMS;
+  const typename F::Element* v = head.v + V::DIMS * g;
   if (k0 >= first && k0 + ATTN_KEYS - 1 <= last) {
     v += int64_t(k0 + 2 * t) * HD;
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int j = 0; j < HD / 64; j++) tile.v[j][i] = F::load(v + (8 * (i / 2) + i % 2) * HD + 64 * j);
+      for (int j = 0; j < PACKS; j++) tile.v[j][i] = V::load(v + (8 * (i / 2) + i % 2) * HD + PITCH * j);
     return;
   }
 #pragma unroll
@@ -114,7 +121,7 @@ DEVICE void attn_fetch_v(AttnTile<F, HD>& tile, const AttnHead<F>& head, int k0,
     const typename F::Element* row = v + int64_t(min(key, last)) * HD;
     if (key >= first)
 #pragma unroll
-      for (int j = 0; j < HD / 64; j++) tile.v[j][i] = F::load(row + 64 * j);
+      for (int j = 0; j < PACKS; j++) tile.v[j][i] = V::load(row + PITCH * j);
   }
 }
 
@@ -127,7 +134,7 @@ DEVICE void attn_scores(float (&s)[NT][4], const AttnQuery<F, HD> (&q)[NT], cons
     s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 #pragma unroll
     for (int j = 0; j < HD / 32; j++) {
-      const uint4 a = F::wide(tile.k[0][j]), b = F::wide(tile.k[1][j]);
+      const uint4 a = F::wide(tile.k[0][j / F::K_CHUNKS], j % F::K_CHUNKS), b = F::wide(tile.k[1][j / F::K_CHUNKS], j % F::K_CHUNKS);
       const uint32_t lo[4] = {a.x, b.x, a.y, b.y}, hi[4] = {a.z, b.z, a.w, b.w};
       const uint4 w = q[n].q[j];
       const uint32_t qlo[2] = {w.x, w.y}, qhi[2] = {w.z, w.w};
@@ -223,11 +230,12 @@ DEVICE void attn_values(AttnState<HD, NT>& st, const float (&s)[NT][4], const At
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int r = 0; r < 2; r++) p[n][r] = movmatrix_trans(F::pack(s[n][2 * r], s[n][2 * r + 1]));
+  using V = typename F::template Values<HD>;
 #pragma unroll
   for (int j = 0; j < HD / 64; j++) {
     uint32_t w[2][8];  // [keys 2t, 2t + 1 or those 8 on][dimension]
 #pragma unroll
-    for (int i = 0; i < 2; i++) F::pairs(w[i], tile.v[j][2 * i], tile.v[j][2 * i + 1]);
+    for (int i = 0; i < 2; i++) V::pairs(w[i], tile.v[j / V::CHUNKS][2 * i], tile.v[j / V::CHUNKS][2 * i + 1], j % V::CHUNKS);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const uint32_t a[4] = {w[0][2 * e], w[0][2 * e + 1], w[1][2 * e], w[1][2 * e + 1]};

@@ -53,7 +53,8 @@ struct WarpPartial {
 };
 DEVICE int swizzle(int row) { return (row >> 1 & 1) | (row >> 2 & 1) << 2; }
 
-template <int HD, int NT>
+// DIMS: neighbouring dimensions that a thread holds, 8 or 16.
+template <int DIMS, int HD, int NT>
 DEVICE void publish(WarpPartial<HD, NT>& to, float2 (&ml)[8 * NT], AttnState<HD, NT>& st) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -73,7 +74,8 @@ DEVICE void publish(WarpPartial<HD, NT>& to, float2 (&ml)[8 * NT], AttnState<HD,
         for (int h = 0; h < 2; h++) {
           const float(&a)[4] = st.o[n][4 * j + 2 * h];
           const float(&b)[4] = st.o[n][4 * j + 2 * h + 1];
-          to.o[row][((2 * g + h) ^ swizzle(2 * t)) + 16 * j] = make_float4(a[c], a[2 + c], b[c], b[2 + c]);
+          const int quad = DIMS == 8 ? 16 * j + 2 * g + h : 4 * g + 2 * j + h;
+          to.o[row][quad ^ swizzle(2 * t)] = make_float4(a[c], a[2 + c], b[c], b[2 + c]);
         }
       if (g == 0) ml[row] = make_float2(st.m[n][c], st.l[n][c]);
     }

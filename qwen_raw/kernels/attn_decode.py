@@ -17,25 +17,43 @@ WARPS, KEYS = 8, 16
 HEAD_DIMS = (64, 128)
 MAX_CLUSTER = 8  # blocks
 MIN_SPLIT = WARPS * KEYS  # keys: one step of a block
+LOG_FULL = 11  # of the keys that a block has before blocks by themselves join the clusters
+ENOUGH = 0.6  # of the multiprocessors: larger clusters are preferred as long as this share of them has a block
+BUSY = 0.8  # of the clusters that a device holds: the next launch's blocks find room while the last of these finish
 FULL_SPLIT = 2 * MIN_SPLIT  # keys a block before another cluster joins: what a block has in flight at once
-ENOUGH = 0.7  # of the multiprocessors: larger clusters are preferred as long as this share of them has a block
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the keys of a head are split: `clusters` of 1 << log_cluster blocks, one more each 1 << log_keys keys."""
+    """How the keys of a tile (a KV head, or some of its rows) are split among blocks, at most.
+
+    `clusters` of 1 << log_cluster blocks, one more each 1 << log_keys keys; `singles`, blocks by themselves, join when
+    each block of the clusters has 1 << log_full keys.
+    """
 
     log_cluster: int
     clusters: int
     log_keys: int
+    singles: int = 0
+    log_full: int = LOG_FULL
 
     @property
     def cluster(self) -> int:
         return 1 << self.log_cluster
 
     @property
-    def grid_x(self) -> int:
-        return self.clusters << self.log_cluster
+    def blocks(self) -> int:
+        """Of a tile."""
+        return (self.clusters << self.log_cluster) + self.singles
+
+    @property
+    def meeting(self) -> int:
+        """Clusters and singles: what meets in global memory."""
+        return self.clusters + self.singles
+
+    def grid(self, tiles: int) -> int:
+        """Blocks of a launch: whole clusters."""
+        return -(-tiles * self.blocks >> self.log_cluster) << self.log_cluster
 
 
 def block_rows(T: int, G: int) -> int:
@@ -55,15 +73,18 @@ def _kernel(dev: Device, R: int, HD: int, cache: str = "bf16") -> Kernel:
 def candidates(dev: Device, R: int, HD: int, tiles: int, max_len: int, full: int = FULL_SPLIT) -> list[Split]:
     """With each cluster size as many clusters as the device holds at once, for `tiles` KV heads times blocks of rows.
 
+    The clusters that are left when all tiles have the same number are divided among them block by block.
     `full`: keys that each block of the clusters at work has before another one joins, a power of two.
     """
     kernel, smem, found = _kernel(dev, R, HD), smem_bytes(R, HD), []
     for log in range(MAX_CLUSTER.bit_length()):
         at_once = dev.resident_clusters(kernel, WARPS * 32, smem, 1 << log) if log else dev.sm_count
         log_keys = full.bit_length() - 1 + log
-        clusters = min(min(at_once, dev.sm_count >> log) // tiles, -(-max_len >> log_keys))
-        if log == 0 or (clusters and MIN_SPLIT << (log - 1) < max_len):
-            found.append(Split(log, max(clusters, 1), log_keys))
+        at_once = min(at_once, dev.sm_count >> log)
+        most, useful = max(int(at_once * BUSY), min(at_once, tiles)) // tiles, -(-max_len >> log_keys)
+        singles = ((at_once - most * tiles) << log) // tiles if log and max_len > most << (log + LOG_FULL) else 0
+        if log == 0 or (most and MIN_SPLIT << (log - 1) < max_len):
+            found.append(Split(log, max(min(most, useful), 1), log_keys, singles))
     return found
 
 
@@ -74,16 +95,16 @@ def choose_split(dev: Device, R: int, HD: int, tiles: int, max_len: int) -> Spli
     multiprocessors of a device without work.
     """
     found = candidates(dev, R, HD, tiles, max_len)
-    enough = min(max(s.grid_x for s in found), ENOUGH * dev.sm_count / tiles)
-    return next(s for s in reversed(found) if s.grid_x >= enough)
+    enough = min(max(s.clusters << s.log_cluster for s in found), ENOUGH * dev.sm_count / tiles)
+    return next(s for s in reversed(found) if s.clusters << s.log_cluster >= enough)
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Where clusters meet, in launches of one stream with T tokens each; never shared by launches that overlap."""
 
-    part: Buffer  # f32 [tiles, clusters, R, HD], every bit set between launches
-    part_ml: Buffer  # f32 [tiles, clusters, R, 2], likewise
+    part: Buffer  # f32 [tiles, clusters and singles, R, HD], every bit set between launches
+    part_ml: Buffer  # f32 [tiles, clusters and singles, R, 2], likewise
     arrivals: Buffer  # u32 [tiles, R], zero between launches
     T: int
     split: Split
@@ -97,7 +118,7 @@ class Workspace:
         R = block_rows(T, H // KV)
         tiles = KV * -(-T * (H // KV) // R)
         s = split or choose_split(dev, R, HD, tiles, max_len)
-        part, part_ml = dev.empty((tiles, s.clusters, R, HD), F32), dev.empty((tiles, s.clusters, R, 2), F32)
+        part, part_ml = dev.empty((tiles, s.meeting, R, HD), F32), dev.empty((tiles, s.meeting, R, 2), F32)
         for buffer in (part, part_ml):
             buffer.fill(0xFF)
         return Workspace(part, part_ml, dev.zeros((tiles, R), U32), T, s)
@@ -139,9 +160,10 @@ def attn_decode(
     require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
     G, R, s = H // KV, block_rows(ws.T, H // KV), ws.split
     require(ws.T == T, f"the workspace is for {ws.T} tokens at a time, q has {T}")
-    row_blocks = -(-T * G // R)
-    check_buffer(ws.part, (KV * row_blocks, s.clusters, R, HD), F32, "workspace")
-    dims = [np.int32(n) for n in (T, G, max_len, s.log_cluster, s.log_keys)]
+    tiles = KV * -(-T * G // R)
+    check_buffer(ws.part, (tiles, s.meeting, R, HD), F32, "workspace")
+    dims = [np.int32(n) for n in (T, G, KV, max_len, s.clusters, s.singles, s.log_cluster, s.log_keys, s.log_full)]
+    dims += [np.int32(-(-(1 << 16) // max(n, 1))) for n in (s.clusters, s.singles)]
     args: list[Arg] = [
         *cache.with_pointers(out, q),
         ws.part,
@@ -153,7 +175,7 @@ def attn_decode(
     ]
     dev.launch(
         _kernel(dev, R, HD, cache.name),
-        (s.grid_x, row_blocks, KV),
+        (s.grid(tiles), 1, 1),
         (WARPS * 32, 1, 1),
         args,
         smem=smem_bytes(R, HD),

@@ -190,8 +190,9 @@ def _alone(work: Work, launches: Sequence[int]) -> Callable[..., None]:
 def _attn_decode(device: SimDevice, rng: np.random.Generator) -> Outputs:
     """Attention over up to three splits, three times: each launch finds the workspace as the one before has left it.
 
-    The splits are blocks of one cluster, or clusters of one or two blocks. The newest key is what the launch before has
-    written: another attention's output. Positions descend, so that no older key is.
+    The splits are blocks of one cluster, clusters of one or two blocks, or a cluster and blocks by themselves. The
+    newest key is what the launch before has written: another attention's output. Positions descend, so that no older
+    key is.
     """
     H, KV, HD, n = 2, 1, 64, 2 * MIN_SPLIT + 5
     positions = np.array([n - 1, n - 4, MIN_SPLIT // 2 - 1], np.int32)
@@ -199,7 +200,7 @@ def _attn_decode(device: SimDevice, rng: np.random.Generator) -> Outputs:
         device.array(f32_to_bf16(rng.standard_normal(shape).astype(np.float32)))
         for shape in ((positions.size, H, HD), (KV, n, HD), (KV, n, HD), (1, HD), (1, n, HD), (1, n, HD))
     )
-    split = (Split(0, 3, 7), Split(1, 2, 8), Split(2, 1, 9))[rng.integers(3)]
+    split = (Split(0, 3, 7), Split(1, 2, 8), Split(2, 1, 9), Split(1, 1, 7, 1, 5))[rng.integers(4)]
     ws, key_ws = (Workspace.create(device, h, KV, HD, n, split=split) for h in (H, 1))
     outputs, at = Outputs(device, [H * HD] * positions.size), device.array(positions)
     for number, pos in enumerate(positions.tolist()):

@@ -13,7 +13,7 @@ from qwen_raw.device import BF16, Buffer
 from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode
 from qwen_raw.kernels.attn_prefill import attn_prefill
 
-SPLIT = Split(1, 2, 8)  # two clusters of two blocks
+SPLIT = Split(1, 1, 8, 2, 6)  # a cluster of two blocks, and two by themselves
 
 
 def attended(out: Buffer, rows: list[tuple[Array, Array, Array]]) -> Output:

@@ -25,6 +25,7 @@ REL = 8e-3  # P and the output are bf16
 # How a head's keys are split: blocks of one cluster, clusters of one block, and both. The last key counts are small,
 # so that a few hundred keys fill several clusters.
 SPLITS = [Split(0, 1, 8), Split(0, 5, 7), Split(1, 2, 8), Split(2, 1, 9), Split(3, 1, 10), Split(2, 3, 7)]
+SPLITS += [Split(1, 1, 8, 1, 7), Split(1, 1, 7, 3, 5)]  # and blocks by themselves
 LENGTHS = [1, 2, 15, 16, 17, MIN_SPLIT - 1, MIN_SPLIT, MIN_SPLIT + 1, 2 * MIN_SPLIT, 3 * MIN_SPLIT + 5]
 
 
@@ -48,7 +49,7 @@ def tokens_case(rng: np.random.Generator, T: int, H: int, KV: int, HD: int, n: i
 
 
 @pytest.mark.parametrize(("H", "KV", "HD"), HEADS)
-@pytest.mark.parametrize("split", SPLITS, ids=lambda s: f"{s.clusters}x{s.cluster}")
+@pytest.mark.parametrize("split", SPLITS, ids=lambda s: f"{s.clusters}x{s.cluster}+{s.singles}")
 def test_decode(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, split: Split) -> None:
     """One workspace for all lengths: each launch finds it as the one before has left it."""
     max_len = LENGTHS[-1]
@@ -63,8 +64,25 @@ def test_decode(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, sp
     assert not ws.arrivals.download().any()
 
 
+@pytest.mark.parametrize(("H", "KV", "HD"), HEADS[1:4])
+@pytest.mark.parametrize("log_cluster", [2, 3])
+@pytest.mark.parametrize("T", [1, 3])
+def test_blocks_beside_larger_clusters(
+    dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, log_cluster: int, T: int
+) -> None:
+    """A cluster of four or eight blocks, and three by themselves, of which the last has no keys at first."""
+    max_len = ((1 << log_cluster) + 3) * MIN_SPLIT
+    ws = Workspace.create(dev, H, KV, HD, max_len, T=T, split=Split(log_cluster, 1, 7, 3, 6))
+    out = dev.empty((T, H, HD), BF16)
+    for n in (max_len - MIN_SPLIT - 3, max_len):
+        q, k, v, want = tokens_case(rng, T, H, KV, HD, n, max_len)
+        out.fill(POISON)
+        attn_decode(dev, out, *(dev.array(x) for x in (q, k, v)), dev.array(np.array([n - T], np.int32)), ws)
+        assert_close(bf16_to_f32(out.download()), want, rel=REL, what=f"{n} keys")
+
+
 @pytest.mark.parametrize(("H", "KV", "HD"), HEADS)
-@pytest.mark.parametrize("split", SPLITS[3:], ids=lambda s: f"{s.clusters}x{s.cluster}")
+@pytest.mark.parametrize("split", SPLITS[3:], ids=lambda s: f"{s.clusters}x{s.cluster}+{s.singles}")
 @pytest.mark.parametrize("T", [2, 5, 8])
 def test_decode_some_tokens(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, split: Split, T: int) -> None:
     """Each token sees the keys up to its own."""
@@ -96,14 +114,15 @@ def test_decode_lengths_on_a_gpu(cuda_device: Any, rng: np.random.Generator, H: 
 
 
 def test_the_split_fills_the_device(dev: Any) -> None:
-    """One rule for every number of heads: no cluster larger than the device holds, no split where keys are few."""
+    """One rule for every number of heads: clusters that the device holds at once, no split where keys are few."""
+    kernel = dev.kernel("attn_decode", "attn_decode_bf16_hd128_n1")
     for KV in (1, 2, 4, 8):
         s = choose_split(dev, 8, 128, KV, 32768)
-        assert KV * s.grid_x <= dev.sm_count or s.grid_x == 1
-        assert s.log_cluster == 0 or s.clusters <= dev.resident_clusters(
-            dev.kernel("attn_decode", "attn_decode_bf16_hd128_n1"), 256, 40_000, s.cluster
-        )
-    assert choose_split(dev, 8, 128, 1, MIN_SPLIT).grid_x == 1
+        at_once = dev.resident_clusters(kernel, 256, 40_000, s.cluster) if s.log_cluster else dev.sm_count
+        room = min(at_once, dev.sm_count >> s.log_cluster) << s.log_cluster
+        assert s.grid(KV) <= max(room, KV) and s.grid(KV) + KV + s.cluster > room
+    s = choose_split(dev, 8, 128, 1, MIN_SPLIT)
+    assert (s.blocks, s.singles) == (1, 0)
 
 
 def test_decode_peaked_scores(dev: Any, rng: np.random.Generator) -> None:

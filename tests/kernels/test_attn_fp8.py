@@ -12,7 +12,7 @@ from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decod
 from qwen_raw.kernels.attn_prefill import attn_prefill
 
 HEADS = [(4, 2, 64), (7, 1, 64), (3, 3, 128), (8, 1, 128), (17, 1, 64)]  # (H, KV, HD)
-SPLITS = [Split(0, 1, 8), Split(0, 5, 7), Split(3, 1, 10), Split(2, 3, 7)]
+SPLITS = [Split(0, 5, 7), Split(3, 1, 10), Split(2, 3, 7), Split(2, 1, 7, 3, 6)]
 REL = 8e-3  # the output is bf16
 
 
@@ -26,7 +26,7 @@ def want_rows(Q: Any, K: Any, V: Any, seen: list[int]) -> Any:
 
 
 @pytest.mark.parametrize(("H", "KV", "HD"), HEADS)
-@pytest.mark.parametrize("split", SPLITS, ids=lambda s: f"{s.clusters}x{s.cluster}")
+@pytest.mark.parametrize("split", SPLITS, ids=lambda s: f"{s.clusters}x{s.cluster}+{s.singles}")
 @pytest.mark.parametrize("T", [1, 5])
 def test_decode(dev: Any, rng: np.random.Generator, H: int, KV: int, HD: int, split: Split, T: int) -> None:
     """Rows past the last key are NaN, second parts too."""
