@@ -1,6 +1,7 @@
 """Decode attention alone: µs, GB/s of keys and values and share of the read ceiling, at each length, beside FlashInfer.
 
-    python -m bench.attn_decode [--model 7b …] [--tp 1 …] [--context N …] [--tokens N …] [--cluster N …] [--keys N …]
+    python -m bench.attn_decode [--model 7b …] [--tp 1 …] [--context N …] [--tokens N …] [--kv-cache-dtype bf16 fp8]
+                                [--cluster N …] [--keys N …]
 
 LAUNCHES dependent launches in a graph, each on keys and values of its own and on the output of the one before as its
 queries; what the L2 holds is driven out before each replay. A long context has fewer copies, 512 MiB at least.
@@ -10,6 +11,7 @@ cluster joins.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ import numpy as np
 from bench.common import command, environment, read_ceiling, result_arguments, save, time_ms
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, natural, positive
-from qwen_raw.device import BF16, U32
+from qwen_raw.config import FINE
+from qwen_raw.device import BF16, E4M3, U32, Buffer
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.kernels.attn_decode import (
     FULL_SPLIT,
@@ -29,7 +32,8 @@ from qwen_raw.kernels.attn_decode import (
     choose_split,
 )
 from qwen_raw.kernels.bandwidth import read_all
-from qwen_raw.kernels.synthetic import synthetic_bf16
+from qwen_raw.kernels.kv_cache import COARSE, FINE_PAIRS, fine_bytes
+from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 LAUNCHES = 64
 ROTATE_BYTES = 512 << 20
@@ -48,12 +52,17 @@ FLASHINFER = {
 class Case:
     """Heads of one rank at one length: buffers, and a graph of LAUNCHES for a split."""
 
-    def __init__(self, dev: CudaDevice, H: int, KV: int, HD: int, context: int, tokens: int) -> None:
-        self.dev, self.heads, self.context, self.tokens = dev, (H, KV, HD), context, tokens
-        self.nbytes = 2 * KV * context * HD * 2
+    def __init__(self, dev: CudaDevice, H: int, KV: int, HD: int, context: int, tokens: int, kv: str) -> None:
+        self.dev, self.heads, self.context, self.tokens, self.kv = dev, (H, KV, HD), context, tokens, kv
+        self.nbytes = KV * context * (2 * HD * 2 if kv == "bf16" else 2 * HD + FINE)
         copies = min(LAUNCHES, max(2, -(-ROTATE_BYTES // self.nbytes)))
-        whole = dev.empty((copies, 2, KV, context, HD), BF16)
-        synthetic_bf16(dev, whole, 1, 0, 1.0)
+        whole = dev.empty((copies, 2, KV, context, HD), BF16 if kv == "bf16" else E4M3)
+        self.fine: list[Buffer | None] = [None] * copies
+        if kv == "bf16":
+            synthetic_bf16(dev, whole, 1, 0, 1.0)
+        else:
+            synthetic_e4m3(dev, whole, 1, 0)
+            self.fine = [self._second_parts(dev, KV, HD, context, i) for i in range(copies)]
         part = KV * context * HD
         views = [whole.view((KV, context, HD), i * part) for i in range(2 * copies)]
         self.k, self.v = views[0::2], views[1::2]
@@ -63,14 +72,26 @@ class Case:
         self.junk, self.sink = dev.empty((FLUSH_BYTES // 2,), BF16), dev.zeros((1,), U32)
         synthetic_bf16(dev, self.junk, 3, 0, 1.0)
 
+    @staticmethod
+    def _second_parts(dev: CudaDevice, KV: int, HD: int, context: int, seed: int) -> Buffer:
+        """Those of the first pairs of each head."""
+        buffer, codes = dev.empty((fine_bytes(KV, context, HD),), E4M3), KV * context * FINE
+        synthetic_e4m3(dev, buffer.view((codes,)), 2, seed)
+        slots = np.full((KV, HD // 2), COARSE, np.uint8)
+        slots[:, :FINE_PAIRS] = np.arange(FINE_PAIRS)
+        tables = np.concatenate([slots.reshape(-1), np.tile(np.arange(FINE_PAIRS, dtype=np.uint8), KV)])
+        buffer.view(tables.shape, codes).upload(tables)
+        return buffer
+
     def us(self, split: Split) -> float:
         """Microseconds a launch."""
         dev, (H, KV, HD) = self.dev, self.heads
         ws = Workspace.create(dev, H, KV, HD, self.context, T=self.tokens, split=split)
 
         def launch(i: int) -> None:
-            k, v = self.k[i % len(self.k)], self.v[i % len(self.v)]
-            attn_decode(dev, self.q[(i + 1) % 2], self.q[i % 2], k, v, self.pos, ws, pdl=True)
+            k, v, fine = (each[i % len(self.k)] for each in (self.k, self.v, self.fine))
+            assert k is not None and v is not None
+            attn_decode(dev, self.q[(i + 1) % 2], self.q[i % 2], k, v, self.pos, ws, fine=fine, pdl=True)
 
         launch(0)
         with dev.capture() as capture:
@@ -98,19 +119,22 @@ class Case:
 def measure(case: Case, label: dict[str, Any], splits: list[Split], ceiling: float) -> list[dict[str, Any]]:
     """One row a split."""
     (H, KV, HD), rows = case.heads, []
-    theirs = FLASHINFER.get((H, KV), {}).get(case.context) if HD == 128 and case.tokens == 1 else None
+    alike = HD == 128 and case.tokens == 1 and case.kv == "bf16"
+    theirs = FLASHINFER.get((H, KV), {}).get(case.context) if alike else None
     for s in splits:
         us = case.us(s)
         rate = case.nbytes / (us * 1e-6)
-        row = label | {"H": H, "KV": KV, "HD": HD, "context": case.context, "tokens": case.tokens}
-        row |= {"cluster": s.cluster, "clusters": s.clusters, "keys": 1 << (s.log_keys - s.log_cluster)}
+        row = label | {"H": H, "KV": KV, "HD": HD, "kv": case.kv, "context": case.context, "tokens": case.tokens}
+        row |= {"cluster": s.cluster, "clusters": s.clusters, "singles": s.singles}
+        row |= {"keys": 1 << (s.log_keys - s.log_cluster)}
         row |= {"us": us, "gb_s": rate / 1e9, "of_read": rate / ceiling, "flashinfer_us": theirs}
         rows.append(row)
         beside = f"   FlashInfer {theirs:5.2f} µs, {theirs / us:4.2f} times" if theirs else ""
         print(
-            f"{label['model']:5} tp{label['tp']} {H:2}/{KV} hd{HD:<3} context {case.context:5} tokens {case.tokens} "
-            f"{s.clusters:3}×{s.cluster} blocks {row['keys']:4} keys {us:7.2f} µs {rate / 1e9:6.0f} GB/s "
-            f"{rate / ceiling:6.3f}{beside}",
+            f"{label['model']:5} tp{label['tp']} {H:2}/{KV} hd{HD:<3} {case.kv} context {case.context:5} "
+            f"tokens {case.tokens} "
+            f"{s.clusters:3}×{s.cluster}+{s.singles} blocks {row['keys']:4} keys {us:7.2f} µs "
+            f"{rate / 1e9:6.0f} GB/s {rate / ceiling:6.3f}{beside}",
             flush=True,
         )
     return rows
@@ -122,6 +146,7 @@ def main() -> int:
     parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--context", nargs="+", type=positive, default=[128, 1024, 4096, 32768], help="keys")
     parser.add_argument("--tokens", nargs="+", type=positive, default=[1], help="query rows a head, the newest keys'")
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     parser.add_argument("--cluster", nargs="+", type=positive, default=[], help="blocks: 1, 2, 4, 8")
     parser.add_argument("--keys", nargs="+", type=natural, default=[], help="powers of two from 128 on")
     result_arguments(parser, "attn_decode.json")
@@ -137,10 +162,9 @@ def main() -> int:
             if c.H % tp or heads[0] % heads[1] or heads in seen:
                 continue
             seen.add(heads)
-            for context in a.context:
-                for tokens in a.tokens:
-                    case = Case(dev, *heads, context, tokens)
-                    rows += measure(case, {"model": size, "tp": tp}, case.splits(a.cluster, a.keys), ceiling)
+            for context, tokens, kv in product(a.context, a.tokens, a.kv_cache_dtype):
+                case = Case(dev, *heads, context, tokens, kv)
+                rows += measure(case, {"model": size, "tp": tp}, case.splits(a.cluster, a.keys), ceiling)
     save("attn_decode", environment(dev, a.commit), rows, a.output)
     dev.close()
     return 0

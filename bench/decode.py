@@ -1,7 +1,7 @@
 """Decode speed at batch 1: tg128, replays of the captured step back to back, and the same seen from the host.
 
     python -m bench.decode [--model SPEC[:DTYPE] …] [--context N …] [--tokens 128] [--repeats 5]
-                           [--tp N] [--devices N,N,…] [--comm PATH …]
+                           [--tp N] [--devices N,N,…] [--comm PATH …] [--kv-cache-dtype bf16 fp8]
 
 `tok/s` is event time of the replays alone, of the slowest rank; `host` is (n - 1) / (t_last - t_first) over ids read
 through the engine's own ring. GB/s counts the weights once a token (LM head included) plus the KV cache at that length,
@@ -28,7 +28,7 @@ from qwen_raw.model.runner import DeviceRunner, Step
 from qwen_raw.placement import degree
 
 DEFAULT = ["tiny-shakespeare:bf16", "random:0.5b:bf16", "random:7b:bf16", "random:7b:fp8"]
-COLUMNS = ("model", "dtype", "tp", "context", "tok/s", "", "host", "GB/s", "of read", "reduce µs", "load s")
+COLUMNS = ("model", "dtype", "KV", "tp", "context", "tok/s", "", "host", "GB/s", "of read", "reduce µs", "load s")
 
 
 def split_spec(spec: str) -> tuple[str, Literal["bf16", "fp8"]]:
@@ -39,7 +39,9 @@ def split_spec(spec: str) -> tuple[str, Literal["bf16", "fp8"]]:
     return (model if dtype == "bf16" else spec), "bf16"
 
 
-def open_runner(devices: Sequence[CudaDevice], spec: str, length: int, comm: str = "auto") -> DeviceRunner:
+def open_runner(
+    devices: Sequence[CudaDevice], spec: str, length: int, comm: str = "auto", kv: str = "bf16"
+) -> DeviceRunner:
     """The model split over the devices, with room for `length` positions."""
     model, dtype = split_spec(spec)
     checkpoint = open_model(model, dtype)
@@ -47,7 +49,7 @@ def open_runner(devices: Sequence[CudaDevice], spec: str, length: int, comm: str
     degree(len(devices), None, config, fp8=dtype == "fp8")
     return DeviceRunner(
         devices, checkpoint, dtype=dtype, max_model_len=min(length, config.max_position), text_vocab=config.V,
-        owns_device=False, comm=comm,
+        owns_device=False, comm=comm, kv=kv,
     )  # fmt: skip
 
 
@@ -60,12 +62,19 @@ def step_us(
 
 
 def measure(
-    devices: Sequence[CudaDevice], spec: str, comm: str, contexts: list[int], tokens: int, repeats: int, ceiling: float
+    devices: Sequence[CudaDevice],
+    spec: str,
+    comm: str,
+    kv: str,
+    contexts: list[int],
+    tokens: int,
+    repeats: int,
+    ceiling: float,
 ) -> list[dict[str, Any]]:
     """One row a context."""
     model, dtype = split_spec(spec)
     begin = time.perf_counter()
-    runner = open_runner(devices, spec, max(contexts) + 2 * tokens + 64, comm)
+    runner = open_runner(devices, spec, max(contexts) + 2 * tokens + 64, comm, kv)
     load_s = time.perf_counter() - begin
     gpus, rows = len({dev.ordinal for dev in devices}), []
     without = runner.capture_step(StepOptions(skip=frozenset({"reduce"}))) if len(devices) > 1 else None
@@ -73,10 +82,9 @@ def measure(
         if context + tokens > runner.max_model_len:
             continue
         us, spread = step_us(devices, runner, context, tokens, repeats, None)
-        kv = sum(rank.shard.local.kv_bytes_per_token() for rank in runner.ranks) * (context + tokens / 2)
-        moved = (runner.bytes_per_token + kv) / us * 1e6
+        moved = (runner.bytes_per_token + runner.kv_bytes_per_token * (context + tokens / 2)) / us * 1e6
         row: dict[str, Any] = {
-            "model": model, "dtype": dtype, "tp": len(devices), "devices": [dev.ordinal for dev in devices],
+            "model": model, "dtype": dtype, "kv": kv, "tp": len(devices), "devices": [dev.ordinal for dev in devices],
             "layers": runner.config.L, "context": context, "tokens": tokens, "repeats": repeats,
             "tok_s": 1e6 / us, "spread": spread,
             "gb_s": moved / 1e9, "of_read": moved / (ceiling * gpus), "read_gb_s": ceiling / 1e9, "load_s": load_s,
@@ -101,7 +109,7 @@ def line(row: dict[str, Any]) -> str:
     reduce = f"{row['reduce_us']:.3f}" if "reduce_us" in row else ""
     path = f" {row['path']}" if "path" in row else ""
     return (
-        f"{row['model']:18} {row['dtype']:5} {row['tp']:2} {row['context']:7} {row['tok_s']:9.1f} "
+        f"{row['model']:18} {row['dtype']:5} {row['kv']:5} {row['tp']:2} {row['context']:7} {row['tok_s']:9.1f} "
         f"±{100 * row['spread']:4.1f}% {host:>9} {row['gb_s']:8.0f} {row['of_read']:7.3f} {reduce:>9} "
         f"{row['load_s']:6.1f}{path}"
     )
@@ -126,16 +134,17 @@ def main() -> int:
     parser.add_argument(
         "--comm", nargs="+", default=["auto"], help="paths of the sums over ranks: auto, inline, lamport, flag, …"
     )
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     result_arguments(parser, "decode.json, or decode_tpN.json")
     a = parser.parse_args()
     with open_gpus(a.tp, a.devices) as devices:
         ceiling = read_ceiling(devices[0])
         print(f"# {devices[0].name}, {devices[0].driver}; reads reach {ceiling / 1e12:.2f} TB/s")
-        print("{:18} {:5} {:>2} {:>7} {:>9} {:6} {:>9} {:>8} {:>7} {:>9} {:>6}".format(*COLUMNS))
+        print("{:18} {:5} {:5} {:>2} {:>7} {:>9} {:6} {:>9} {:>8} {:>7} {:>9} {:>6}".format(*COLUMNS))
         rows: list[dict[str, Any]] = []
         variant, env = f"tp{len(devices)}" if len(devices) > 1 else "", environment(devices[0], a.commit)
-        for spec, comm in product(a.model or DEFAULT, a.comm):
-            rows += measure(devices, spec, comm, a.context or [0], a.tokens, a.repeats, ceiling)
+        for spec, comm, kv in product(a.model or DEFAULT, a.comm, a.kv_cache_dtype):
+            rows += measure(devices, spec, comm, kv, a.context or [0], a.tokens, a.repeats, ceiling)
             path = save("decode", env, rows, a.output, variant)
         print(f"# written: {path.name}")
     return 0

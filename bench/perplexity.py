@@ -1,4 +1,4 @@
-"""What fp8 weights cost in quality: perplexity of a text in bf16 and in fp8 on the same device.
+"""What fp8 weights, and an fp8 KV cache, cost in quality: perplexity of a text beside bf16 on the same device.
 
     python -m bench.perplexity [--model tiny-shakespeare] [--text tests/golden/validation.txt] [--device auto]
 
@@ -21,11 +21,11 @@ TEXT = Path(__file__).parents[1] / "tests" / "golden" / "validation.txt"
 
 
 def measure(
-    model: str | None, device: str, dtype: str, text: str, tokens: int | None, window: int
+    model: str | None, device: str, dtype: str, kv: str, text: str, tokens: int | None, window: int
 ) -> list[dict[str, Any]]:
-    """One row a path: the model in `dtype` on `device` over the first `tokens` tokens of the text."""
+    """One row a path: the model in `dtype`, its cache in `kv`, over the first `tokens` tokens of the text."""
     rows = []
-    with qwen_raw.load(model, device=device, dtype=dtype) as engine:
+    with qwen_raw.load(model, device=device, dtype=dtype, kv_cache_dtype=kv) as engine:
         ids, window = engine.encode(text)[:tokens], min(window, engine.runner.max_model_len)
         paths: dict[str, Logits] = {"prefill": engine.logits}
         if engine.device == "cuda":
@@ -33,7 +33,7 @@ def measure(
         for path, logits in paths.items():
             found = perplexity(logits, ids, window)
             row = {"model": engine.config.name, "device": engine.runner.device_name, "dtype": dtype, "path": path}
-            row |= {"tokens": found.tokens, "window": window, "nll": found.nll, "perplexity": found.value}
+            row |= {"kv": kv, "tokens": found.tokens, "window": window, "nll": found.nll, "perplexity": found.value}
             rows.append(row)
     return rows
 
@@ -52,13 +52,14 @@ def main() -> int:
         text = a.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {a.text}: {error}") from error
-    runs = [(a.device, "bf16"), (a.device, "fp8")] + ([("cpu", "bf16")] if a.reference else [])
+    runs = [(a.device, *types) for types in (("bf16", "bf16"), ("fp8", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"))]
+    runs += [("cpu", "bf16", "bf16")] if a.reference else []
     rows = [row for run in runs for row in measure(a.model, *run, text, a.tokens, a.window)]
     for row in rows:
         row["change"] = row["perplexity"] / rows[0]["perplexity"] - 1
         print(
-            f"{row['model']} {row['dtype']:4} {row['path']:7} on {row['device']}: perplexity {row['perplexity']:.3f} "
-            f"over {row['tokens']} tokens, {row['change']:+.3%}"
+            f"{row['model']} {row['dtype']:4} KV {row['kv']:4} {row['path']:7} on {row['device']}: "
+            f"perplexity {row['perplexity']:.3f} over {row['tokens']} tokens, {row['change']:+.3%}"
         )
     save("perplexity", {"commit": a.commit or git_commit(), "text": a.text.name}, rows, a.output)
     return 0

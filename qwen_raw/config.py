@@ -5,6 +5,8 @@ T tokens, D hidden, H query heads, KV kv heads, HD head dim, I intermediate, V v
 
 from dataclasses import dataclass, field
 
+FINE = 16  # bytes of a key in an fp8 cache beside its HD: second parts (qwen_raw/model/kv_fp8.py)
+
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
@@ -59,9 +61,9 @@ class ModelConfig:
         qkv = (self.H + 2 * self.KV) * self.HD * self.D
         return self.L * (qkv + self.D * self.H * self.HD + 3 * self.D * self.I)
 
-    def kv_bytes_per_token(self, itemsize: int = 2) -> int:
-        """Bytes of K and V that one position takes over all layers."""
-        return 2 * self.L * self.KV * self.HD * itemsize
+    def kv_bytes_per_token(self, kv: str = "bf16") -> int:
+        """Bytes of K and V that one position takes over all layers, in a cache of bf16 or "fp8"."""
+        return self.L * self.KV * (2 * self.HD + FINE if kv == "fp8" else 4 * self.HD)
 
 
 @dataclass(frozen=True, slots=True)

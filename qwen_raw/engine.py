@@ -33,6 +33,7 @@ from qwen_raw.reference import ReferenceRunner
 __all__ = ["Completion", "Engine", "SamplingParams", "Speculation", "TextStream", "load"]
 
 DType = Literal["auto", "bf16", "fp8"]
+KVCacheDType = Literal["auto", "bf16", "fp8"]
 Comm = Literal["auto", "host", "flag", "lamport", "twoshot", "inline"]
 Prompt = str | Sequence[int]
 
@@ -50,6 +51,7 @@ def load(
     devices: Sequence[int] | None = None,
     comm: str = "auto",
     speculation: Speculation | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Engine:
     """Load a model and make it ready to generate.
 
@@ -64,6 +66,7 @@ def load(
     devices: numbers of the GPUs, one a rank; by default 0, 1, … A GPU that is named twice has two ranks: for tests.
     comm: how ranks sum a token's shares, a path of qwen_raw/comm/reduce.py; "auto" takes what is fastest.
     speculation: guess several ids and verify them in one pass (docs/speculation.md); on GPUs, or device "sim".
+    kv_cache_dtype: "fp8" keeps keys and values as e4m3 (docs/decode.md), in half the memory; "auto" is "bf16".
 
     Raises UsageError for a request that cannot be met, QwenRawError for a failure on the way.
     """
@@ -76,6 +79,8 @@ def load(
     _check_choice("device", device, get_args(DeviceName))
     _check_choice("dtype", dtype, get_args(DType))
     _check_choice("comm", comm, get_args(Comm))
+    _check_choice("kv_cache_dtype", kv_cache_dtype, get_args(KVCacheDType))
+    kv: Literal["bf16", "fp8"] = "fp8" if kv_cache_dtype == "fp8" else "bf16"
     if speculation is not None and not isinstance(speculation, Speculation):
         raise UsageError(f"speculation is a {type(speculation).__name__}, expected qwen_raw.Speculation")
     checkpoint = open_model(model, cast(DType, dtype))
@@ -91,7 +96,7 @@ def load(
     draft = None if speculation is None else _draft(speculation, tokenizer)
     placement = place(cast(DeviceName, device), ranks, gpus)
     text_vocab = min(tokenizer.vocab_size, checkpoint.config.V)
-    runner = _runner(placement, checkpoint, held, length, text_vocab, progress, comm, speculation, draft)
+    runner = _runner(placement, checkpoint, held, length, text_vocab, progress, comm, speculation, draft, kv)
     return Engine(
         runner,
         checkpoint,
@@ -189,6 +194,7 @@ class Engine:
                 prompt_s=watch.prompt_s,
                 decode_s=watch.decode_s,
                 bytes_per_token=runner.bytes_per_token,
+                kv_bytes_per_token=runner.kv_bytes_per_token,
                 read_ceiling=runner.read_ceiling,
                 host_syncs=runner.host_syncs - syncs,
                 peak_bytes=runner.peak_bytes,
@@ -299,6 +305,7 @@ def _runner(
     comm: str,
     speculation: Speculation | None,
     draft: Checkpoint | None,
+    kv: Literal["bf16", "fp8"],
 ) -> Runner:
     """Move the weights to where they will be used. Devices whose runner cannot be made are closed."""
     if not placement.devices:
@@ -307,7 +314,7 @@ def _runner(
                 "speculation needs a GPU, or --device sim, which simulates its kernels: device cpu computes in NumPy"
             )
         return ReferenceRunner(
-            checkpoint, dtype=dtype, max_model_len=max_model_len, text_vocab=text_vocab, progress=progress
+            checkpoint, dtype=dtype, max_model_len=max_model_len, text_vocab=text_vocab, kv=kv, progress=progress
         )
     from qwen_raw.model.runner import DeviceRunner
     from qwen_raw.model.speculative import SpeculativeRunner
@@ -326,6 +333,7 @@ def _runner(
                 text_vocab=text_vocab,
                 progress=progress,
                 comm=comm,
+                kv=kv,
             )
         return DeviceRunner(
             placement.devices,
@@ -335,6 +343,7 @@ def _runner(
             text_vocab=text_vocab,
             progress=progress,
             comm=comm,
+            kv=kv,
         )
     except BaseException:
         with suppress(QwenRawError):  # what failed fails again on closing

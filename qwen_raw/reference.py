@@ -91,11 +91,17 @@ class ReferenceModel:
         for index in range(config.L):
             report("widening weights to fp32", index, config.L + 1)
             self.layers.append(_load_layer(checkpoint, index, quantize))
-        self.fits = [_fit(config, layer) for layer in self.layers] if kv == "fp8" else None
+        self.fits: list[KVFit] | None = None
+        if kv == "fp8":
+            self.refit()
         self.embedding = _wide(checkpoint.tensors[EMBEDDING])  # [V, D]
         self.final_norm = _wide(checkpoint.tensors["model.norm.weight"])  # [D]
         self.head = self.embedding if config.tied else bf16_to_f32(checkpoint.linear("lm_head").bf16())  # [V, D]
         report("widening weights to fp32", config.L + 1, config.L + 1)
+
+    def refit(self) -> None:
+        """Round keys and values from now on, as the weights are now."""
+        self.fits = [_fit(self.config, layer) for layer in self.layers]
 
     @property
     def bytes_per_token(self) -> int:
@@ -185,9 +191,13 @@ class ReferenceRunner:
         dtype: str,
         max_model_len: int,
         text_vocab: int,
+        kv: KVDType = "bf16",
         progress: Progress | None = None,
     ) -> None:
-        """`dtype`: what the linears' weights are rounded to before they are widened to fp32."""
+        """`dtype`: what the linears' weights are rounded to before they are widened to fp32.
+
+        `kv`: "fp8" rounds keys and values as an e4m3 cache would; they are kept in fp32 either way.
+        """
         self.config = checkpoint.config
         self.max_model_len = max_model_len
         self.text_vocab = text_vocab
@@ -195,8 +205,10 @@ class ReferenceRunner:
         self.device_name = f"NumPy on {os.cpu_count() or 1} CPU cores"
         _check_memory(self.config)
         self._model: ReferenceModel | None = ReferenceModel(
-            self.config, checkpoint, quantize=dtype == "fp8", progress=progress
+            self.config, checkpoint, quantize=dtype == "fp8", kv=kv, progress=progress
         )
+        self.kv_dtype: str = kv
+        self.kv_bytes_per_token = 2 * self.config.kv_bytes_per_token()  # fp32
         self.bytes_per_token = self._model.bytes_per_token
         self.peak_bytes = self._model.nbytes
         self.logits_hash: int | None = None

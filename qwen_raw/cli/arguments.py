@@ -106,6 +106,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="weights of the linears; auto: as the checkpoint has them",
     )
     group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "bf16", "fp8"),
+        default="auto",
+        help="of keys and values; fp8: half the memory and reads (docs/decode.md); auto: bf16",
+    )
+    group.add_argument(
         "--tp",
         "--tensor-parallel-size",
         type=positive,

@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             devices=args.devices,
             comm=args.comm,
             speculation=guessing,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
     with engine:
         chat = engine.has_chat_template if args.chat is None else args.chat

@@ -14,12 +14,16 @@ from qwen_raw.observe.stats import counted
 def describe(engine: Engine, request: Request, status: Status, *, chat: bool) -> None:
     """What is about to run: the model, and the sampling values in effect, wherever they came from."""
     config, runner = engine.config, engine.runner
-    status.line(f"{config.name} · {runner.dtype} · {runner.device_name} · loaded in {engine.load_s:.1f} s")
+    cache = " · fp8 KV cache" if runner.kv_dtype == "fp8" else ""
+    status.line(f"{config.name} · {runner.dtype}{cache} · {runner.device_name} · loaded in {engine.load_s:.1f} s")
     status.detail(
         f"L {config.L}, D {config.D}, H {config.H}, KV {config.KV}, HD {config.HD}, I {config.I}, V {config.V} "
         f"({runner.text_vocab} with text) · EOS ids {sorted(engine.eos_ids)} · context {runner.max_model_len}"
     )
-    status.detail(f"weights read per token {runner.bytes_per_token / 1e6:.1f} MB · {runner.driver}")
+    status.detail(
+        f"weights read per token {runner.bytes_per_token / 1e6:.1f} MB · "
+        f"keys and values of a position {runner.kv_bytes_per_token / 1e3:.1f} kB · {runner.driver}"
+    )
     for note in engine.notes:
         status.line(f"note: {note}")
     for note in _not_applied(engine, request):
@@ -68,6 +72,7 @@ def report(engine: Engine, request: Request, completion: Completion) -> dict[str
         "version": __version__,
         "model": engine.config.name,
         "dtype": engine.runner.dtype,
+        "kv_cache_dtype": engine.runner.kv_dtype,
         "quant": _quant(engine),
         "tp": engine.tp,
         "device": engine.device,

@@ -34,6 +34,8 @@ class Runner(Protocol):
     driver: str  # version of what runs the device: "CUDA driver 12.8", "NumPy 2.4.6"
     dtype: str  # how the linears' weights are stored: "bf16" or "fp8"
     bytes_per_token: int  # weight bytes that one decode step reads, LM head included
+    kv_dtype: str  # how keys and values are rounded: "bf16" or "fp8"
+    kv_bytes_per_token: int  # bytes of keys and values that one position takes, of which a step reads all before it
     read_ceiling: float | None  # bytes/s that plain reads reach on this device, None where nobody measured it
 
     @property

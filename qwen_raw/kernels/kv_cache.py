@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qwen_raw.config import FINE
 from qwen_raw.device import BF16, E4M3, Arg, Buffer
 from qwen_raw.errors import require
 from qwen_raw.kernels.linear import check_buffer
 
-FINE_PAIRS = 8  # of a KV head: pairs of dimensions whose keys are stored twice
-FINE = 2 * FINE_PAIRS  # bytes a key
+FINE_PAIRS = FINE // 2  # of a KV head: pairs of dimensions whose keys are stored twice
 COARSE = 255  # in the table of slots: a pair that is stored once
 
 

@@ -14,6 +14,7 @@ from qwen_raw.kernels.gemv_exchange import Exchange
 from qwen_raw.kernels.gemv_exchange_bf16 import EXCHANGE as EXCHANGE_BF16
 from qwen_raw.kernels.gemv_exchange_fp8 import EXCHANGE as EXCHANGE_FP8
 from qwen_raw.kernels.peers import ranks_on_gpu
+from qwen_raw.model.kv_fp8 import fold
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.rank import Rank
 from qwen_raw.model.residual import Alone, Inline, Residual, Summed
@@ -42,21 +43,23 @@ def assemble(
     comm: str = "auto",
     limit_ns: int = LIMIT_NS,
     few: int = 1,
+    kv: str = "bf16",
     progress: Progress | None = None,
 ) -> list[Rank]:
     """One rank a device, in order; a GPU may have several. Nothing has been launched that waits for another rank.
 
-    `comm`: the path of the sums over ranks (qwen_raw/comm/reduce.py), for up to `few` tokens at once. Raises
-    QwenRawError where the model does not fit.
+    `comm`: the path of the sums over ranks (qwen_raw/comm/reduce.py), for up to `few` tokens at once. `kv`:
+    type of the KV cache, "bf16" or "fp8". Raises QwenRawError where the model does not fit.
     """
     parts = shards(checkpoint.config, len(devices))
     for part in parts:
         check_shapes(part, fp8)
-    check_memory(devices, parts, fp8=fp8, max_len=max_len)
+    check_memory(devices, parts, fp8=fp8, max_len=max_len, kv=kv)
     total, done, weights = sum(weight_bytes(part, fp8) for part in parts), 0, []
     for device, part in zip(devices, parts, strict=True):
         weights.append(load_weights(device, checkpoint, part, fp8=fp8, progress=section(progress, done, total)))
         done += weight_bytes(part, fp8)
+    fits = [fold(*each) if kv == "fp8" else None for each in zip(devices, parts, weights, strict=True)]
     samplers = create_samplers(devices, parts, limit_ns)
     prefill = [
         PrefillBuffers.create(device, part.local, max_len, fp8=fp8, pdl=ranks_on_gpu(devices, rank) == 1)
@@ -68,7 +71,7 @@ def assemble(
             device=device,
             shard=part,
             weights=weights[rank],
-            cache=KVCache.create(device, part.local, max_len),
+            cache=KVCache.create(device, part.local, max_len, fits[rank]),
             rope=device_rope_table(device, part.local, max_len),
             decode=DecodeBuffers.create(device, part.local, max_len, samplers[rank]),
             prefill=prefill[rank],
@@ -126,13 +129,15 @@ def by_gpu(devices: Sequence[Device], values: Sequence[T]) -> dict[int, list[T]]
     return found
 
 
-def check_memory(devices: Sequence[Device], parts: Sequence[Shard], *, fp8: bool, max_len: int) -> None:
+def check_memory(
+    devices: Sequence[Device], parts: Sequence[Shard], *, fp8: bool, max_len: int, kv: str = "bf16"
+) -> None:
     """Raises QwenRawError, with the sizes, if a GPU has not room for what its ranks will hold."""
     c = parts[0].whole
     for ordinal, here in by_gpu(devices, list(zip(devices, parts, strict=True))).items():
         free, total = here[0][0].memory_info()
         weights = sum(weight_bytes(part, fp8) for _, part in here)
-        state = sum(state_bytes(part.local, max_len) for _, part in here)
+        state = sum(state_bytes(part.local, max_len, kv) for _, part in here)
         if weights + state <= free:
             continue
         gib = [f"{n / 2**30:.1f} GiB" for n in (weights, state, free, total)]
@@ -140,6 +145,7 @@ def check_memory(devices: Sequence[Device], parts: Sequence[Shard], *, fp8: bool
         share = f" for {len(here)} of {len(parts)} ranks" if len(parts) > 1 else ""
         smaller = ["--max-model-len"] if weights < free else []
         advice = [f"a smaller {' or '.join([*smaller, 'model'])}", *([] if fp8 else ["--dtype fp8"])]
+        advice += ["--kv-cache-dtype fp8"] if kv == "bf16" and weights < free else []
         raise QwenRawError(
             f"{c.name or 'the model'} needs {gib[0]} for weights and {gib[1]} for a context of {max_len}{share}; "
             f"{gib[2]} of {gib[3]} are free on {name}: use {', '.join(advice)}, or more GPUs"

@@ -68,6 +68,7 @@ def decode_layer(
     layer: Layer,
     k_cache: Buffer,
     v_cache: Buffer,
+    fine: Buffer | None,
     rope: Buffer,
     b: DecodeBuffers,
     gemv: Gemv,
@@ -79,9 +80,10 @@ def decode_layer(
     """b.h [D] → b.h [D], appending K and V of the token at b.sampler.pos. `number`: of the layer; `following`: it."""
     pos, skip, pdl = b.sampler.pos, options.skip, options.pdl
     if "qkv" not in skip:
-        gemv.qkv(dev, b.q, k_cache, v_cache, b.h, layer.norm1, layer.qkv, layer.qkv_bias, rope, pos, c.rms_eps, pdl=pdl)
+        tables = (layer.qkv_bias, rope, pos)
+        gemv.qkv(dev, b.q, k_cache, v_cache, b.h, layer.norm1, layer.qkv, *tables, c.rms_eps, fine=fine, pdl=pdl)
     if "attn" not in skip:
-        attn_decode(dev, b.attn.view((c.H, c.HD)), b.q, k_cache, v_cache, pos, b.workspace, pdl=pdl)
+        attn_decode(dev, b.attn.view((c.H, c.HD)), b.q, k_cache, v_cache, pos, b.workspace, fine=fine, pdl=pdl)
     if "o" not in skip:
         gate_up = Next(gemv, "swiglu", (layer.gate, layer.up))
         residual.product(gemv, b.h, b.attn, layer.o, number=2 * number, following=gate_up, pdl=pdl)
@@ -127,8 +129,8 @@ def decode_step(
         *(Next(gemv, "qkv", (layer.qkv,), c.HD // 2) for layer in w.layers[1:]),
         Next(head, "logits", (w.head,)),
     ]
-    for number, (layer, k, v) in enumerate(zip(w.layers, cache.k, cache.v, strict=True)):
-        yield from decode_layer(dev, c, layer, k, v, rope, b, gemv, residual, options, number, following[number])
+    for number, (layer, (k, v, fine)) in enumerate(zip(w.layers, cache.layers, strict=True)):
+        yield from decode_layer(dev, c, layer, k, v, fine, rope, b, gemv, residual, options, number, following[number])
     if options.fuse_choice and b.sampler.meeting is None and not {"head", "sample"} & options.skip:
         head.choose(dev, b.logits, b.h, w.norm, w.head, c.rms_eps, b.sampler, pdl=options.pdl)
         return

@@ -213,6 +213,8 @@ class PipelineRunner(DeviceRunner):
         progress: Progress | None,
     ) -> Sequence[Rank]:
         """See DeviceRunner."""
+        if self.kv_dtype != "bf16":
+            raise UsageError(f"a model in stages keeps its KV cache in bf16, not in {self.kv_dtype}")
         return assemble_stages(self.devices, checkpoint, fp8=fp8, max_len=max_len, limit_ns=limit_ns, progress=progress)
 
     def _load(self) -> None:

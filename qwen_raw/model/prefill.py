@@ -30,6 +30,7 @@ def prefill_layer(
     layer: Layer,
     k_cache: Buffer,
     v_cache: Buffer,
+    fine: Buffer | None,
     rope: Buffer,
     b: PrefillBuffers,
     rows: int,
@@ -40,8 +41,8 @@ def prefill_layer(
     h, n, span, gemm = b.h.view((rows, c.D)), b.n.view((rows, c.D)), b.span, b.products
     q, attn, act = b.q.view((rows, c.H, c.HD)), b.attn.view((rows, c.H, c.HD)), b.act.view((rows, c.I))
     gemm.norm(dev, n, h, layer.norm1, c.rms_eps)
-    gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, span)
-    prefill_attention(dev, attn, q, k_cache, v_cache, span)
+    gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, span, fine)
+    prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine)
     residual.products(gemm, h, attn.view((rows, c.H * c.HD)), layer.o, n)  # n has been used: it takes ranks' shares
     if reduce:
         residual.reduce(h, spare=n)
@@ -74,8 +75,8 @@ def prefill_chunk(
     """
     if embedded:
         embed(dev, b.h.view((rows, c.D)), w.embed, b.ids(rows))
-    for layer, k, v in islice(zip(w.layers, cache.k, cache.v, strict=True), layers):
-        yield from prefill_layer(dev, c, layer, k, v, rope, b, rows, residual, reduce)
+    for layer, (k, v, fine) in islice(zip(w.layers, cache.layers, strict=True), layers):
+        yield from prefill_layer(dev, c, layer, k, v, fine, rope, b, rows, residual, reduce)
 
 
 def all_logits(dev: Device, c: ModelConfig, w: Weights, b: PrefillBuffers, h: Buffer, out: Buffer) -> None:

@@ -83,11 +83,12 @@ class DeviceRunner:
         comm: str = "auto",
         limit_ns: int = LIMIT_NS,
         spare: int = 0,
+        kv: str = "bf16",
     ) -> None:
         """`devices`: one, or one a rank. `owns_device`: close() closes them too. `comm`, `limit_ns`: see `assemble`.
 
         `spare`: positions of the cache beyond max_model_len, for tokens that are verified together and thrown away.
-        Raises QwenRawError where the model does not fit.
+        `kv`: type of the KV cache, "bf16" or "fp8". Raises QwenRawError where the model does not fit.
         """
         self.devices = tuple(devices) if isinstance(devices, Sequence) else (devices,)
         self.config = checkpoint.config
@@ -95,12 +96,14 @@ class DeviceRunner:
         self.device_name, self.driver = describe(self.devices), self.devices[0].driver
         self._owns_device = owns_device
         self.read_ceiling: float | None = None
+        self.kv_dtype = kv
         before = free_bytes(self.devices)
         self._few = max(1, spare)  # tokens whose shares are summed as one token's are
         self.ranks = self._assemble(
             checkpoint, dtype == "fp8", max_model_len + spare, comm=comm, limit_ns=limit_ns, progress=progress
         )
         self.bytes_per_token = sum(rank.weights.bytes_per_token for rank in self._decoding)
+        self.kv_bytes_per_token = sum(rank.shard.local.kv_bytes_per_token(kv) for rank in self._decoding)
         self._launched = 0  # ids that all steps ever queued will have posted
         self._hash: int | None = None
         self._first_reads = 0
@@ -130,6 +133,7 @@ class DeviceRunner:
             comm=comm,
             limit_ns=limit_ns,
             few=self._few,
+            kv=self.kv_dtype,
             progress=progress,
         )
 

@@ -98,7 +98,7 @@ class SpeculativeRunner(DeviceRunner):
     def _open_draft(self, draft: CheckpointLike, fp8: bool, progress: Progress | None) -> Prompt:
         """On rank 0's device; what is left there must hold it."""
         length = self.max_model_len + self._rows
-        (rank,) = assemble(self.devices[:1], draft, fp8=fp8, max_len=length, progress=progress)
+        (rank,) = assemble(self.devices[:1], draft, fp8=fp8, max_len=length, kv=self.kv_dtype, progress=progress)
         self._draft_rank = replace(rank, shares_gpu=ranks_on_gpu(self.devices, 0) > 1)
         prompt = Prompt([self._draft_rank], captured=self._note_memory)
         prompt.load()

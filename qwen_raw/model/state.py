@@ -5,17 +5,19 @@ H, KV, I and V are the rank's own (`Shard.local`); D is whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from qwen_raw.config import ModelConfig
-from qwen_raw.device import BF16, F32, I32, Buffer, Device
+from qwen_raw.device import BF16, E4M3, F32, I32, Buffer, Device
 from qwen_raw.kernels import products
 from qwen_raw.kernels.attn_decode import Workspace
+from qwen_raw.kernels.kv_cache import fine_bytes
 from qwen_raw.kernels.products import Products
 from qwen_raw.kernels.sample import Sampler
+from qwen_raw.model.kv_fp8 import KVFit
 from qwen_raw.model.rope import rope_table
 from qwen_raw.model.shard import Shard
 
@@ -25,19 +27,33 @@ HEADER = 4  # words before the ids, which stay aligned to 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """bf16 [L, 2, KV, max_len, HD] in one allocation; `k[l]` and `v[l]` are [KV, max_len, HD] views."""
+    """[L, 2, KV, max_len, HD] in one allocation, bf16 or e4m3; `k[l]` and `v[l]` are [KV, max_len, HD] views.
+
+    `fine[l]`: what e4m3 needs besides (qwen_raw/kernels/kv_cache.py), else None.
+    """
 
     k: tuple[Buffer, ...]
     v: tuple[Buffer, ...]
+    fine: tuple[Buffer | None, ...]
     max_len: int
 
+    @property
+    def layers(self) -> Iterator[tuple[Buffer, Buffer, Buffer | None]]:
+        """(k, v, fine) of each."""
+        return zip(self.k, self.v, self.fine, strict=True)
+
     @staticmethod
-    def create(dev: Device, c: ModelConfig, max_len: int) -> KVCache:
-        """Zeroed, so that a masked key that is read all the same is a finite number."""
-        whole = dev.zeros((c.L, 2, c.KV, max_len, c.HD), BF16)
+    def create(dev: Device, c: ModelConfig, max_len: int, fits: Sequence[KVFit] | None = None) -> KVCache:
+        """Zeroed, so that a masked key that is read all the same is a finite number. `fits`: e4m3, a layer each."""
+        whole = dev.zeros((c.L, 2, c.KV, max_len, c.HD), E4M3 if fits else BF16)
         part = c.KV * max_len * c.HD
         views = [whole.view((c.KV, max_len, c.HD), i * part) for i in range(2 * c.L)]
-        return KVCache(tuple(views[0::2]), tuple(views[1::2]), max_len)
+        fine: list[Buffer | None] = [None] * c.L
+        for index, fit in enumerate(fits or ()):
+            fine[index] = buffer = dev.zeros((fine_bytes(c.KV, max_len, c.HD),), E4M3)
+            tables = np.concatenate([fit.slots.reshape(-1), fit.pairs.reshape(-1)])
+            buffer.view(tables.shape, buffer.shape[0] - tables.size).upload(tables)
+        return KVCache(tuple(views[0::2]), tuple(views[1::2]), tuple(fine), max_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +133,11 @@ def device_rope_table(dev: Device, c: ModelConfig, max_len: int) -> Buffer:
     return dev.array(np.ascontiguousarray(np.stack([cos, sin], axis=-1), dtype=np.float32))
 
 
-def state_bytes(c: ModelConfig, max_len: int) -> int:
-    """Device bytes of everything here, the small buffers left out."""
+def state_bytes(c: ModelConfig, max_len: int, kv: str = "bf16") -> int:
+    """Device bytes of everything here, the small buffers left out. `kv`: type of the KV cache."""
     T = min(CHUNK, max_len)
     row = c.D * 8 + 2 * c.H * c.HD * 2 + c.I * 2 + max(c.D, c.I, c.H * c.HD)  # the last: e4m3 inputs
-    return c.kv_bytes_per_token() * max_len + max_len * c.HD * 4 + T * row
+    return c.kv_bytes_per_token(kv) * max_len + max_len * c.HD * 4 + T * row
 
 
 def create_samplers(devices: Sequence[Device], shards: Sequence[Shard], limit_ns: int) -> list[Sampler]:

@@ -111,6 +111,8 @@ class TransferRunner(DeviceRunner):
         progress: Progress | None,
     ) -> Sequence[Rank]:
         """See DeviceRunner. Each rank is a model of its own."""
+        if self.kv_dtype != "bf16":
+            raise UsageError(f"keys and values are handed over in bf16, not in {self.kv_dtype}")
         shared = self.devices[0].ordinal == self.devices[1].ordinal
         ranks = []
         for i, dev in enumerate(self.devices):

@@ -77,10 +77,10 @@ class RowsVerifier:
         rows: GemvRows = ROWS_FP8 if w.fp8 else ROWS_BF16
         parallel = RowParallel(rows, ws, pdl)
         embed(dev, h, w.embed, b.ids)
-        for layer, k, v in zip(w.layers, rank.cache.k, rank.cache.v, strict=True):
+        for layer, (k, v, fine) in zip(w.layers, rank.cache.layers, strict=True):
             bias, rope, eps = layer.qkv_bias, rank.rope, c.rms_eps
-            rows.qkv(dev, q, k, v, h, layer.norm1, layer.qkv, bias, rope, pos, eps, ws, pdl=pdl)
-            attn_decode(dev, attn, q, k, v, pos, self.attention, pdl=pdl)
+            rows.qkv(dev, q, k, v, h, layer.norm1, layer.qkv, bias, rope, pos, eps, ws, fine=fine, pdl=pdl)
+            attn_decode(dev, attn, q, k, v, pos, self.attention, fine=fine, pdl=pdl)
             residual.products(parallel, h, attn.view((M, c.H * c.HD)), layer.o, share)
             residual.reduce(h, pdl=pdl, spare=share)
             yield

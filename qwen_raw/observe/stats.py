@@ -23,6 +23,7 @@ class Stats:
     prompt_s: float | None
     decode_s: float | None
     bytes_per_token: int  # weights that one decode step reads
+    kv_bytes_per_token: int  # keys and values of one position
     read_ceiling: float | None  # bytes/s, where measured
     host_syncs: int  # during this generation
     peak_bytes: int
@@ -41,10 +42,11 @@ class Stats:
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """Weight bytes read per second while decoding a token a step."""
+        """Bytes of weights and of the KV cache read per second while decoding a token a step."""
         if self.speculated is not None or self.decode_tps is None:
             return None
-        return self.bytes_per_token * self.decode_tps
+        positions = self.prompt_tokens + self.completion_tokens / 2  # that a step reads, on average
+        return (self.bytes_per_token + self.kv_bytes_per_token * positions) * self.decode_tps
 
     def line(self) -> str:
         """One line: TTFT, tok/s and how it is reckoned, GB/s, host syncs, logits hash."""
@@ -58,7 +60,7 @@ class Stats:
             share = (
                 f" ({self.read_bytes_per_s / self.read_ceiling:.0%} of the read ceiling)" if self.read_ceiling else ""
             )
-            parts.append(f"{self.read_bytes_per_s / 1e9:.1f} GB/s of weights{share}")
+            parts.append(f"{self.read_bytes_per_s / 1e9:.1f} GB/s of weights and KV cache{share}")
         if self.speculated is not None:
             parts.append(self.speculated.line())
         parts.append(f"host syncs {self.host_syncs}")
@@ -75,6 +77,7 @@ class Stats:
             "prompt_tps": self.prompt_tps,
             "decode_tps": self.decode_tps,
             "bytes_per_token": self.bytes_per_token,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
             "read_bytes_per_s": self.read_bytes_per_s,
             "host_syncs": self.host_syncs,
             "peak_bytes": [self.peak_bytes],  # per rank

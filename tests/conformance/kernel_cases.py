@@ -26,6 +26,7 @@ from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
 from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
 from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
+from qwen_raw.kernels.kv_fold import kv_fold, kv_norms
 from qwen_raw.kernels.last_row import last_row
 from qwen_raw.kernels.norm import rmsnorm, rmsnorm_bf16, rmsnorm_split
 from qwen_raw.kernels.quantize import quantize_rows
@@ -219,6 +220,22 @@ def run_last_row(machine: Machine, rng: np.random.Generator) -> Outputs:
     return {"out": exact(out.download())}
 
 
+def run_kv_norms(fp8: bool) -> Callable[[Machine, np.random.Generator], Outputs]:
+    def run(machine: Machine, rng: np.random.Generator) -> Outputs:
+        """Products are contracted on a GPU: an ulp of each of nine terms a thread, all positive."""
+        dev, norms = machine.dev, machine.dev.zeros((7,), F32)
+        kv_norms(dev, norms, make_linear(dev, rng, 7, 2064, fp8)[0], dev.array(bf16_input(rng, 2064)[0]))
+        return {"norms": Output(norms.download(), 2.0**-20 * norms.download().astype(np.float64))}
+
+    return run
+
+
+def run_kv_fold(machine: Machine, rng: np.random.Generator) -> Outputs:
+    w, _ = make_linear(machine.dev, rng, 7, 2064, False)
+    kv_fold(machine.dev, w, fp32(rng, 7))
+    return {"w": exact(w.weight.download())}
+
+
 def run_quantize(machine: Machine, rng: np.random.Generator) -> Outputs:
     """Only maxima and IEEE divisions: every bit."""
     dev, (w, _) = machine.dev, bf16_input(rng, 9, 272)
@@ -405,6 +422,9 @@ def all_cases() -> list[Case]:
         Case("embed_bf16", run_embed),
         Case("last_row_f32", run_last_row),
         Case("quantize_rows_bf16", run_quantize),
+        Case("kv_norms_bf16", run_kv_norms(False)),
+        Case("kv_norms_fp8", run_kv_norms(True)),
+        Case("kv_fold_bf16", run_kv_fold),
         Case("synthetic_bf16", run_synthetic_bf16),
         Case("synthetic_e4m3", run_synthetic_e4m3),
         Case("rmsnorm_f32", run_rmsnorm),

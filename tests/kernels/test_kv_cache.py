@@ -8,6 +8,7 @@ import pytest
 from kernel_reference import POISON, bf16_input, f16_input, fine_tables, make_linear
 
 from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f32_to_e4m3
+from qwen_raw.config import FINE
 from qwen_raw.device import BF16, E4M3
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90
@@ -19,7 +20,7 @@ from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
 from qwen_raw.kernels.gemv_rows import RowsWorkspace
 from qwen_raw.kernels.gemv_rows_bf16 import GEMV_ROWS as ROWS_BF16
 from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as ROWS_FP8
-from qwen_raw.kernels.kv_cache import FINE, fine_bytes
+from qwen_raw.kernels.kv_cache import fine_bytes
 from qwen_raw.kernels.quantize import quantize_rows
 
 H, K, MAX_LEN, POS, EPS = 3, 80, 24, 5, 1e-6

@@ -157,7 +157,7 @@ def test_a_model_that_does_not_fit_is_refused_with_sizes(dev: Any, monkeypatch: 
     for free, dtype, advice in (
         (1 << 20, "bf16", "a smaller model, --dtype fp8, or more GPUs"),
         (1 << 20, "fp8", "a smaller model, or more GPUs"),
-        (25 << 20, "bf16", "a smaller --max-model-len or model, --dtype fp8, or more GPUs"),
+        (25 << 20, "bf16", "a smaller --max-model-len or model, --dtype fp8, --kv-cache-dtype fp8, or more GPUs"),
     ):
         monkeypatch.setattr(type(dev), "memory_info", lambda self, n=free: (n, 1 << 30))
         with pytest.raises(QwenRawError, match=rf"GiB for weights .* are free on .*: use {advice}$"):

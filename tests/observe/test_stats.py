@@ -12,6 +12,7 @@ STATS = Stats(
     prompt_s=0.5,
     decode_s=0.25,
     bytes_per_token=15_000_000_000,
+    kv_bytes_per_token=1_000_000,
     read_ceiling=4e12,
     host_syncs=1,
     peak_bytes=123,
@@ -22,13 +23,13 @@ STATS = Stats(
 def test_rates() -> None:
     assert STATS.prompt_tps == 200
     assert STATS.decode_tps == 160  # 40 after the first
-    assert STATS.read_bytes_per_s == 160 * 15e9
+    assert STATS.read_bytes_per_s == 160 * (15e9 + 120.5 * 1e6)  # positions 100 … 140 and their own: 120.5 on average
 
 
 def test_line() -> None:
     assert STATS.line() == (
         "TTFT 500.0 ms for 100 tokens · 160.0 tok/s (40 after the first in 0.250 s) · "
-        "2400.0 GB/s of weights (60% of the read ceiling) · host syncs 1 · logits 0000beef"
+        "2419.3 GB/s of weights and KV cache (60% of the read ceiling) · host syncs 1 · logits 0000beef"
     )
     assert "ceiling" not in replace(STATS, read_ceiling=None).line()
 
