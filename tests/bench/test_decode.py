@@ -21,13 +21,13 @@ def test_rows_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decode, "time_ms", time_ms)
     devices: Any = SimDevice.of_world(2)
-    (row,) = decode.measure(devices, "tiny-shakespeare-draft", "auto", [0], 2, 1, 1e12)
+    (row,) = decode.measure(devices, "tiny-shakespeare-draft", "auto", "fp8", [0], 2, 1, 1e12)
     devices[0].close()
-    assert (row["tp"], row["devices"], row["comm"], row["layers"]) == (2, [0, 1], "auto", 2)
+    assert (row["tp"], row["devices"], row["comm"], row["layers"]) == (2, [0, 1], "auto", 2) and row["kv"] == "fp8"
     assert row["tok_s"] == pytest.approx(250.0)
     assert row["reduce_us"] == pytest.approx((4000 - 2400) / 4)
     assert row["us_without_reduce"] == pytest.approx(2400.0) and row["host_tok_s"] > 0
-    assert "tiny-shakespeare-draft bf16   2" in decode.line(row)
+    assert "tiny-shakespeare-draft bf16  fp8    2" in decode.line(row)
 
 
 def test_a_model_that_does_not_split_is_refused() -> None:
