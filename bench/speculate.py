@@ -1,6 +1,6 @@
 """Speculation: tok/s with the acceptance forced, against the same run's plain decode; and what the built-in pair does.
 
-    python -m bench.speculate [--model random:72b:fp8] [--draft random:0.5b] [--guesses 7] [--tokens 192] [--repeats 2]
+    python -m bench.speculate [--model random:72b:fp8] [--draft random:0.5b] [--guesses 7] [--tokens 128] [--repeats 1]
                               [--acceptance 0 0.5 0.8 1] [--tp N] [--devices N,N,…]
 
 Random models agree on nothing, so whether a guess stands is decided by a hash of its position, as often as asked for
@@ -10,14 +10,16 @@ requests; `plain` is the same of a runner without speculation. `costs` are passe
 runner measured them. `pass_us` and `seen_us`: a pass with the most guesses, replayed back to back, and as a generation
 had it in which every pass is one: the difference is all that a loop on the device could save.
 
-What comes first is tiny-shakespeare with its draft model and with n-grams, 20 prompts: real acceptance, real speed.
+What follows is tiny-shakespeare with its draft model and with n-grams, 20 prompts: real acceptance, real speed. Results
+are written as they come.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ import numpy as np
 from bench.common import command, environment, open_gpus, result_arguments, save, time_ms
 from bench.decode import split_spec
 from loaders.resolve import open_model, open_tokenizer
-from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
+from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.generation.speculation import DEFAULT_GUESSES
 from qwen_raw.model.runner import DeviceRunner
@@ -34,7 +36,7 @@ from qwen_raw.placement import degree
 
 ACCEPTANCES = [0.0, 0.5, 0.8, 1.0]
 TEXTS = ("ROMEO:", "First Citizen:\nBefore we", "KING RICHARD III:\n", "JULIET:\nO, ", "The king")
-PASSES = 16
+PASSES = 8  # replayed at a time
 
 
 def share(text: str) -> float:
@@ -58,7 +60,7 @@ def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
     return [[int(token) for token in row] for row in ids]
 
 
-def forced(devices: Sequence[CudaDevice], a: Any) -> list[dict[str, Any]]:
+def forced(devices: Sequence[CudaDevice], a: Any) -> Iterator[dict[str, Any]]:
     """One row an acceptance."""
     name, dtype = split_spec(a.model)
     model, draft = open_model(name, dtype), open_model(a.draft)
@@ -80,7 +82,6 @@ def forced(devices: Sequence[CudaDevice], a: Any) -> list[dict[str, Any]]:
     told = ", ".join(f"{k}: {cost:.2f}" for k, cost in costs.items())
     print(f"{name} {dtype} tp {len(devices)}, draft {a.draft}: plain {base:.1f} tok/s; a pass of so many guesses costs")
     print(f"  in steps {told}; {pass_us:.0f} µs for {a.guesses} guesses", flush=True)
-    rows = []
     for acceptance in a.acceptance:
         runner.force(acceptance)
         before = runner.speculated
@@ -92,14 +93,13 @@ def forced(devices: Sequence[CudaDevice], a: Any) -> list[dict[str, Any]]:
                "counts": counts.as_dict()}  # fmt: skip
         if acceptance == 1 and not counts.steps:
             row["seen_us"] = a.repeats * (a.tokens - 1) / got * 1e6 / counts.passes
-        rows.append(row)
         told = f"{got:8.1f} tok/s, {got / base:5.2f} times plain"
         print(f"  forced {acceptance:4.2f}: {told}; {counts.line()}", flush=True)
+        yield row
     runner.close()
-    return rows
 
 
-def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> list[dict[str, Any]]:
+def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> Iterator[dict[str, Any]]:
     """The pair that is there: always the most guesses, and as many as pay."""
     model = open_model("tiny-shakespeare")
     tokenizer = open_tokenizer(model)
@@ -111,7 +111,6 @@ def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> list[d
     rate(plain, prompts[:2], tokens)
     base = rate(plain, prompts, tokens)
     plain.close()
-    rows = []
     for by, way in (("n-grams", {"ngram": 3}), ("draft", {"draft": open_model("tiny-shakespeare-draft")})):
         for governed in (False, True):
             runner = SpeculativeRunner(devices, model, guesses=guesses, governed=governed, **way, **options)
@@ -122,14 +121,14 @@ def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> list[d
             counts = runner.speculated.since(before)
             how = "as pays" if governed else "always"
             print(f"tiny-shakespeare {by:8} {how:8} {got:9.0f} tok/s, plain {base:9.0f}; {counts.line()}", flush=True)
-            rows.append({"model": "tiny-shakespeare", "tp": len(devices), "by": by, "governed": governed,
-                         "guesses": guesses, "tok_s": got, "plain_tok_s": base, "ratio": got / base,
-                         "costs": {str(k): cost for k, cost in (runner.costs or {}).items()},
-                         "pass_us": replayed.median * 1e3 / PASSES, "counts": counts.as_dict()})  # fmt: skip
+            row = {"model": "tiny-shakespeare", "tp": len(devices), "by": by, "governed": governed,
+                   "guesses": guesses, "tok_s": got, "plain_tok_s": base, "ratio": got / base,
+                   "costs": {str(k): cost for k, cost in (runner.costs or {}).items()},
+                   "pass_us": replayed.median * 1e3 / PASSES, "counts": counts.as_dict()}  # fmt: skip
             if not governed:
-                rows[-1]["seen_us"] = len(prompts) * (tokens - 1) / got * 1e6 / counts.passes
+                row["seen_us"] = len(prompts) * (tokens - 1) / got * 1e6 / counts.passes
             runner.close()
-    return rows
+            yield row
 
 
 def main() -> int:
@@ -139,18 +138,19 @@ def main() -> int:
     parser.add_argument("--guesses", type=positive, default=DEFAULT_GUESSES, help="a pass at the most")
     parser.add_argument("--acceptance", type=share, nargs="+", default=ACCEPTANCES, help="forced, 0 to 1")
     parser.add_argument("--context", type=positive, default=64, help="ids of a prompt")
-    parser.add_argument("--tokens", type=positive, default=192, help="of each request")
-    parser.add_argument("--built-in-tokens", type=natural, default=128, help="the same of the built-in pair; 0: none")
-    parser.add_argument("--repeats", type=positive, default=2, help="requests an acceptance")
+    parser.add_argument("--tokens", type=positive, default=128, help="of each request")
+    parser.add_argument("--built-in-tokens", type=positive, default=64, help="the same of the built-in pair")
+    parser.add_argument("--repeats", type=positive, default=1, help="requests an acceptance")
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
     result_arguments(parser, "speculate.json, or speculate_tpN.json")
     a = parser.parse_args()
     with open_gpus(a.tp, a.devices) as devices:
         env, variant = environment(devices[0], a.commit), f"tp{len(devices)}" if len(devices) > 1 else ""
-        rows = built_in(devices, a.guesses, a.built_in_tokens) if a.built_in_tokens else []
-        save("speculate", env, rows, a.output, variant)  # what a run that is cut short has measured
-        save("speculate", env, rows + forced(devices, a), a.output, variant)
+        rows: list[dict[str, Any]] = []
+        for row in chain(forced(devices, a), built_in(devices, a.guesses, a.built_in_tokens)):
+            rows.append(row)
+            save("speculate", env, rows, a.output, variant)
     return 0
 
 
