@@ -33,24 +33,22 @@ DEVICE void allreduce_norm(float* sum, bf16* out, const float* h, const bf16* in
   for (int k = 0; k < PACKS; k++)
     if (thread + k * int(blockDim.x) < packs) weight[k] = ld_global_v4(g + 8 * (thread + k * int(blockDim.x)));
   Watch watch = watch_start(end.limit);
-  griddep_wait_with(number(turns) | number(own_share) | number(own_row) | number(old) | number(route.to[0]));
+  griddep_wait();
   const Turn turn = read_turn(turns);
-  const uint4 share = first < stop ? ld_global_v4(own_share) : make_uint4(0, 0, 0, 0);
-  uint4 own[PACKS] = {};  // requested with the share, not after it has come
+  if (first < stop) route.push(turn, sanitise(ld_global_v4(own_share)));
+  for (int i = first + int(blockDim.x); i < stop; i += blockDim.x)
+    Route<RANKS>(end, base + i).push(turn, sanitise(ld_global_v4(in + 8 * int64_t(base + i))));
+  griddep_launch();
+
+  uint4 own[PACKS] = {};
   float4 residual[PACKS][2] = {};
 #pragma unroll
   for (int k = 0; k < PACKS; k++) {
     const int64_t at = 8 * int64_t(k) * blockDim.x;
     if (thread + k * int(blockDim.x) >= packs) continue;
-    own[k] = ld_global_v4(own_row + at);
+    own[k] = sanitise(ld_global_v4(own_row + at));
     residual[k][0] = ld_global_f4(old + at), residual[k][1] = ld_global_f4(old + at + 4);
   }
-  if (first < stop) route.push(turn, sanitise(share));
-  for (int i = first + int(blockDim.x); i < stop; i += blockDim.x)
-    Route<RANKS>(end, base + i).push(turn, sanitise(ld_global_v4(in + 8 * int64_t(base + i))));
-  griddep_launch();
-#pragma unroll
-  for (int k = 0; k < PACKS; k++) own[k] = sanitise(own[k]);
   __syncthreads();
   next_turn(end, turn, packs * int(gridDim.y));
   rearm(end, turn);
