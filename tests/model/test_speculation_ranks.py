@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from model.ranks import PAIRS, open_ranks
-from model.speculating import MODEL, WAYS, Scripted, agreed, options, prompts
+from model.speculating import DRAFT, MODEL, WAYS, Scripted, agreed, options, prompts
 
 from loaders.resolve import open_model
+from qwen_raw.errors import QwenRawError
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.speculative import SpeculativeRunner
 
@@ -78,3 +79,15 @@ def test_passes_of_any_size_and_steps_mix(ranks: list[Any]) -> None:
     finally:
         guessing.close()
         plain.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_stalls_is_named(way: str) -> None:
+    """Its passes are never launched: the other one gives up, and says for whom it waited."""
+    for devices in open_ranks("sim-2"):
+        model = open_model(DRAFT)
+        runner = SpeculativeRunner(devices, model, guesses=2, limit_ns=50_000_000, **WAYS[way], **options(model, 32))
+        assert len(list(runner.generate([3, 4], max_tokens=3, temperature=0.0, seed=0))) == 3
+        runner._graphs = {guesses: graphs[:1] for guesses, graphs in runner._graphs.items()}
+        with pytest.raises(QwenRawError, match="rank 0 waited 50 ms for rank 1 in call"):
+            list(runner.generate([3, 4], max_tokens=4, temperature=0.0, seed=0))
