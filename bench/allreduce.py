@@ -6,9 +6,9 @@ Calls are chained in a graph a rank, h += Σ partial, as dependent launches and 
 held by one word and start together; a figure is the slowest rank's time over the calls, the median over replays.
 Path "host" cannot be captured: its figure is the host's clock over eager calls. "lamport fused" also writes
 RMSNorm(h)·g.
-A second table says what a call of 16 KB pays for what (bench/allreduce_parts.py). A third times a small product
-together with the sum of its shares, which is how path "inline", that has no call of its own, is held against the others
-(qwen_raw/comm/measure.py). The JSON is written after every line.
+Then a small product is timed together with the sum of its shares, which is how path "inline", that has no call of its
+own, is held against the others (qwen_raw/comm/measure.py); NCCL follows; a last table says what a call of 16 KB pays
+for what (bench/allreduce_parts.py). The JSON is written after every line.
 """
 
 from __future__ import annotations
@@ -228,23 +228,23 @@ def main() -> int:
             rows.append(row)
             save("allreduce", env, rows, a.output)
 
-        for path in a.paths:
-            if path != "host":
-                parts = parts_of(Message(ranks, path, 16 << 10), ranks, a.calls)
-                tell(parts.line(), asdict(parts))
+        for nbytes in a.bytes:
+            for path in a.paths:
+                if measured(path, nbytes):
+                    for figure in Message(ranks, path, nbytes).measure(a.calls, a.repeats):
+                        tell(figure.line(), asdict(figure))
         for nbytes in (7 << 10, 16 << 10):
             timed = measure_token(ranks.devices, nbytes // 2)
             if timed is not None:
                 tell(
                     timed.line(), {"kind": "with product", "bytes": nbytes, "width": timed.width, "us": dict(timed.us)}
                 )
-        for nbytes in a.bytes:
-            for path in a.paths:
-                if measured(path, nbytes):
-                    for figure in Message(ranks, path, nbytes).measure(a.calls, a.repeats):
-                        tell(figure.line(), asdict(figure))
         for figure in [] if a.no_nccl else nccl(a.devices, a.bytes, a.calls, a.repeats):
             tell(figure.line(), asdict(figure))
+        for path in a.paths:
+            if path != "host":
+                parts = parts_of(Message(ranks, path, 16 << 10), ranks, a.calls)
+                tell(parts.line(), asdict(parts))
     return 0
 
 
