@@ -149,9 +149,10 @@ def main() -> int:
     rows = [measure(dev, h, tokens, before) for h in a.heads for before in a.before for tokens in a.tokens]
     env = environment(dev, a.commit)
     dev.close()
+    save("attn_prefill", env, rows, a.output)
     if not a.no_peers:
         peers(rows)
-    save("attn_prefill", env, rows, a.output)
+        save("attn_prefill", env, rows, a.output)
     return 0
 
 
