@@ -12,6 +12,7 @@ from kernel_reference import bf16_input, fp8_cache
 from qwen_raw.device import BF16, Buffer
 from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode
 from qwen_raw.kernels.attn_prefill import attn_prefill
+from qwen_raw.kernels.kv_widen import kv_widen
 
 SPLIT = Split(1, 1, 8, 2, 6)  # a cluster of two blocks, and two by themselves
 
@@ -70,7 +71,16 @@ def prefill(HD: int, cache: str) -> Case:
     return Case(f"attn_prefill_{cache}_hd{HD}", run)
 
 
+def widen(machine: Machine, rng: np.random.Generator) -> Outputs:
+    dev, KV, max_len, HD = machine.dev, 2, 104, 64
+    kv, fine, _, _ = caches(dev, rng, "e4m3", KV, max_len, HD)
+    out = [dev.zeros((KV, max_len, HD), BF16) for _ in range(2)]
+    kv_widen(dev, *out, *kv, dev.array(np.array([30, 67], np.int32)), **fine)  # type: ignore[arg-type]
+    return {name: exact(buffer.download()) for name, buffer in zip("kv", out, strict=True)}
+
+
 ATTENTION = [
+    Case("kv_widen_e4m3", widen),
     *(decode(HD, T, cache) for HD in (64, 128) for T in (1, 3) for cache in ("bf16", "e4m3")),
     *(prefill(HD, cache) for HD in (64, 128) for cache in ("bf16", "e4m3")),
 ]
