@@ -137,7 +137,7 @@ def check_memory(
     for ordinal, here in by_gpu(devices, list(zip(devices, parts, strict=True))).items():
         free, total = here[0][0].memory_info()
         weights = sum(weight_bytes(part, fp8) for _, part in here)
-        state = sum(state_bytes(part.local, max_len, kv) for _, part in here)
+        state = sum(state_bytes(part.local, max_len, kv, device.arch) for device, part in here)
         if weights + state <= free:
             continue
         gib = [f"{n / 2**30:.1f} GiB" for n in (weights, state, free, total)]

@@ -31,6 +31,7 @@ def prefill_layer(
     k_cache: Buffer,
     v_cache: Buffer,
     fine: Buffer | None,
+    wide: tuple[Buffer, Buffer] | None,
     rope: Buffer,
     b: PrefillBuffers,
     rows: int,
@@ -42,7 +43,7 @@ def prefill_layer(
     q, attn, act = b.q.view((rows, c.H, c.HD)), b.attn.view((rows, c.H, c.HD)), b.act.view((rows, c.I))
     gemm.norm(dev, n, h, layer.norm1, c.rms_eps)
     gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, span, fine)
-    prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine)
+    prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine, wide=wide)
     residual.products(gemm, h, attn.view((rows, c.H * c.HD)), layer.o, n)  # n has been used: it takes ranks' shares
     if reduce:
         residual.reduce(h, spare=n)
@@ -76,7 +77,7 @@ def prefill_chunk(
     if embedded:
         embed(dev, b.h.view((rows, c.D)), w.embed, b.ids(rows))
     for layer, (k, v, fine) in islice(zip(w.layers, cache.layers, strict=True), layers):
-        yield from prefill_layer(dev, c, layer, k, v, fine, rope, b, rows, residual, reduce)
+        yield from prefill_layer(dev, c, layer, k, v, fine, cache.wide, rope, b, rows, residual, reduce)
 
 
 def all_logits(dev: Device, c: ModelConfig, w: Weights, b: PrefillBuffers, h: Buffer, out: Buffer) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, E4M3, F32, I32, Buffer, Device
 from qwen_raw.kernels import products
+from qwen_raw.kernels.attention import suits_sm90
 from qwen_raw.kernels.attn_decode import Workspace
 from qwen_raw.kernels.kv_cache import fine_bytes
 from qwen_raw.kernels.products import Products
@@ -29,13 +30,15 @@ HEADER = 4  # words before the ids, which stay aligned to 16 bytes
 class KVCache:
     """[L, 2, KV, max_len, HD] in one allocation, bf16 or e4m3; `k[l]` and `v[l]` are [KV, max_len, HD] views.
 
-    `fine[l]`: what e4m3 needs besides (qwen_raw/kernels/kv_cache.py), else None.
+    `fine[l]`: what e4m3 needs besides (qwen_raw/kernels/kv_cache.py), else None. `wide`: room for one layer's e4m3 as
+    bf16, where prefill wants it (qwen_raw/kernels/attention.py).
     """
 
     k: tuple[Buffer, ...]
     v: tuple[Buffer, ...]
     fine: tuple[Buffer | None, ...]
     max_len: int
+    wide: tuple[Buffer, Buffer] | None = None
 
     @property
     def layers(self) -> Iterator[tuple[Buffer, Buffer, Buffer | None]]:
@@ -53,7 +56,10 @@ class KVCache:
             fine[index] = buffer = dev.zeros((fine_bytes(c.KV, max_len, c.HD),), E4M3)
             tables = np.concatenate([fit.slots.reshape(-1), fit.pairs.reshape(-1)])
             buffer.view(tables.shape, buffer.shape[0] - tables.size).upload(tables)
-        return KVCache(tuple(views[0::2]), tuple(views[1::2]), tuple(fine), max_len)
+        wide = None
+        if fits and suits_sm90(dev.arch, c.HD):
+            wide = (dev.empty((c.KV, max_len, c.HD), BF16), dev.empty((c.KV, max_len, c.HD), BF16))
+        return KVCache(tuple(views[0::2]), tuple(views[1::2]), tuple(fine), max_len, wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +139,12 @@ def device_rope_table(dev: Device, c: ModelConfig, max_len: int) -> Buffer:
     return dev.array(np.ascontiguousarray(np.stack([cos, sin], axis=-1), dtype=np.float32))
 
 
-def state_bytes(c: ModelConfig, max_len: int, kv: str = "bf16") -> int:
-    """Device bytes of everything here, the small buffers left out. `kv`: type of the KV cache."""
+def state_bytes(c: ModelConfig, max_len: int, kv: str = "bf16", arch: str = "") -> int:
+    """Device bytes of everything here, the small buffers left out. `kv`: type of the KV cache; `arch`: the device's."""
     T = min(CHUNK, max_len)
     row = c.D * 8 + 2 * c.H * c.HD * 2 + c.I * 2 + max(c.D, c.I, c.H * c.HD)  # the last: e4m3 inputs
-    return c.kv_bytes_per_token(kv) * max_len + max_len * c.HD * 4 + T * row
+    wide = 4 * c.KV * c.HD if kv == "fp8" and suits_sm90(arch, c.HD) else 0
+    return (c.kv_bytes_per_token(kv) + wide) * max_len + max_len * c.HD * 4 + T * row
 
 
 def create_samplers(devices: Sequence[Device], shards: Sequence[Shard], limit_ns: int) -> list[Sampler]:

@@ -1,4 +1,4 @@
-"""attn_decode.cu and attn_prefill.cu on an e4m3 cache, against float64 on the values that it holds; kv_widen.cu."""
+"""attn_decode.cu and attn_prefill.cu on an e4m3 cache, against float64 on the values that the cache holds."""
 
 from typing import Any
 
@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from kernel_reference import POISON, assert_close, attention, bf16_input, fp8_cache
 
-from loaders.dtypes import bf16_to_f32, f32_to_bf16
+from loaders.dtypes import bf16_to_f32
 from qwen_raw.device import BF16
 from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode
 from qwen_raw.kernels.attn_prefill import attn_prefill
-from qwen_raw.kernels.kv_widen import kv_widen
 
 HEADS = [(4, 2, 64), (7, 1, 64), (3, 3, 128), (8, 1, 128), (17, 1, 64)]  # (H, KV, HD)
 SPLITS = [Split(0, 5, 7), Split(3, 1, 10), Split(2, 3, 7), Split(2, 1, 7, 3, 6)]
@@ -73,20 +72,3 @@ def test_decode_lengths_on_a_gpu(cuda_device: Any, rng: np.random.Generator, H: 
         out.fill(POISON)
         attn_decode(dev, out, *buffers, dev.array(np.array([n - 1], np.int32)), ws, fine=fine_buffer, pdl=True)
         assert_close(bf16_to_f32(out.download()), want_rows(Q, K, V, [n])[0], rel=REL, what=f"{n} keys")
-
-
-@pytest.mark.parametrize(("KV", "HD"), [(2, 64), (1, 128), (3, 16)])
-@pytest.mark.parametrize(("pos0", "T"), [(0, 1), (0, 40), (30, 7), (3, 0)])
-def test_widened(dev: Any, rng: np.random.Generator, KV: int, HD: int, pos0: int, T: int) -> None:
-    """Every value to the bit, second parts included; rows behind the last token are neither read nor written."""
-    max_len, n = 45, pos0 + T
-    k, v, fine, K, V = fp8_cache(rng, KV, max_len, HD, n)
-    out = [dev.empty((KV, max_len, HD), BF16) for _ in range(2)]
-    for buffer in out:
-        buffer.fill(POISON)
-    span = dev.array(np.array([pos0, T], np.int32))
-    kv_widen(dev, *out, dev.array(k), dev.array(v), span, fine=dev.array(fine))
-    for buffer, values in zip(out, (K, V), strict=True):
-        got = buffer.download()
-        assert (got[:, :n] == f32_to_bf16(values[:, :n].astype(np.float32))).all()
-        assert (got[:, n:] == 0xFFFF).all()

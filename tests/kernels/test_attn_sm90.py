@@ -1,4 +1,7 @@
-"""attn_prefill_sm90.cu against float64: lengths around its tiles, earlier keys, group sizes, several tiles a block."""
+"""attn_prefill_sm90.cu against float64: lengths around its tiles, earlier keys, group sizes, several tiles a block.
+
+And kv_widen.cu, which makes bf16 of an e4m3 cache for it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_reference import POISON, Array, assert_close, attention, bf16_input
+from kernel_reference import POISON, Array, assert_close, attention, bf16_input, fp8_cache
 
-from loaders.dtypes import bf16_to_f32
+from loaders.dtypes import bf16_to_f32, f32_to_bf16
 from qwen_raw.device import BF16, E4M3
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.attention import prefill_attention, suits_sm90
 from qwen_raw.kernels.attn_prefill_sm90 import ARCH, attn_prefill_sm90
+from qwen_raw.kernels.kv_widen import kv_widen
 
 REL = 8e-3  # P and the output are bf16
 NAN = 0x7FC0
@@ -129,16 +133,37 @@ def test_what_it_refuses(hopper: Any) -> None:
         attn_prefill_sm90(hopper, q, q, cache, cache, span)
 
 
+@pytest.mark.parametrize(("KV", "HD"), [(2, 64), (1, 128), (3, 16)])
+@pytest.mark.parametrize(("pos0", "T"), [(0, 1), (0, 40), (30, 7), (3, 0)])
+def test_widened(dev: Any, rng: np.random.Generator, KV: int, HD: int, pos0: int, T: int) -> None:
+    """Every value to the bit, second parts included; rows behind the last token are neither read nor written."""
+    max_len, n = 45, pos0 + T
+    k, v, fine, K, V = fp8_cache(rng, KV, max_len, HD, n)
+    out = [dev.empty((KV, max_len, HD), BF16) for _ in range(2)]
+    for buffer in out:
+        buffer.fill(POISON)
+    span = dev.array(np.array([pos0, T], np.int32))
+    kv_widen(dev, *out, dev.array(k), dev.array(v), span, fine=dev.array(fine))
+    for buffer, values in zip(out, (K, V), strict=True):
+        got = buffer.download()
+        assert (got[:, :n] == f32_to_bf16(values[:, :n].astype(np.float32))).all()
+        assert (got[:, n:] == 0xFFFF).all()
+
+
 def test_which_kernel_is_taken(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert suits_sm90(ARCH, 64) and suits_sm90(ARCH, 128)
     assert not suits_sm90("sm_80", 128) and not suits_sm90("sim", 128) and not suits_sm90(ARCH, 80)
     taken: list[Any] = []
-    monkeypatch.setattr("qwen_raw.kernels.attention.attn_prefill", lambda *_, fine: taken.append(fine))
-    monkeypatch.setattr("qwen_raw.kernels.attention.attn_prefill_sm90", lambda *_: taken.append("sm90"))
-    span, q, cache = (dev.zeros(shape, BF16) for shape in ((2,), (1, 2, 128), (1, 8, 128)))
+    for name in ("attn_prefill", "attn_prefill_sm90", "kv_widen"):
+        note = lambda _, *buffers, name=name, **fine: taken.append((name, buffers[-2], fine))  # noqa: E731
+        monkeypatch.setattr(f"qwen_raw.kernels.attention.{name}", note)
+    span, q, cache, wide = (dev.zeros(shape, BF16) for shape in ((2,), (1, 2, 128), (1, 8, 128), (1, 8, 128)))
     codes = dev.zeros((1, 8, 128), E4M3)
     for suits in (True, False):
         monkeypatch.setattr("qwen_raw.kernels.attention.suits_sm90", lambda *_, suits=suits: suits)
         prefill_attention(dev, q, q, cache, cache, span)
-        prefill_attention(dev, q, q, codes, codes, span, fine=codes)  # which Hopper's kernel does not read
-    assert taken == ["sm90", codes, None, codes]
+        prefill_attention(dev, q, q, codes, codes, span, fine=codes)
+        prefill_attention(dev, q, q, codes, codes, span, fine=codes, wide=(wide, wide))
+    plain, fine = ("attn_prefill", codes, {"fine": codes}), {"fine": codes}
+    on_hopper = [("attn_prefill_sm90", cache, {}), plain, ("kv_widen", codes, fine), ("attn_prefill_sm90", wide, {})]
+    assert taken == [*on_hopper, ("attn_prefill", cache, {"fine": None}), plain, plain]

@@ -16,6 +16,7 @@ from loaders.resolve import open_model, open_tokenizer
 from qwen_raw.config import ModelConfig
 from qwen_raw.engine import load
 from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.kernels.attn_prefill_sm90 import ARCH
 from qwen_raw.kernels.kv_cache import COARSE, FINE_PAIRS
 from qwen_raw.kernels.kv_fold import kv_norms
 from qwen_raw.model.kv_fp8 import KVFit, fit, fold
@@ -101,14 +102,25 @@ def forward(model: Any, ids: list[int], **options: Any) -> Any:
     return ReferenceModel(model.config, model, **options).forward(ids, KVCache(model.config, len(ids)))
 
 
+def choose_attention(monkeypatch: pytest.MonkeyPatch, device: Any, hopper: bool) -> None:
+    """Hopper's in prefill, which widens the cache, or the plain kernel."""
+    if hopper and device.arch not in ("sim", ARCH):
+        pytest.skip(f"{device.name} is no Hopper GPU")
+    for module in ("kernels.attention", "model.state"):
+        monkeypatch.setattr(f"qwen_raw.{module}.suits_sm90", lambda arch, HD: hopper)
+
+
 def rms(x: Any) -> float:
     return float(np.sqrt(np.mean(np.square(x))))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_models_equal_the_reference(dev: Any, rng: np.random.Generator, config: ModelConfig, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "attention"), [("bf16", "plain"), ("fp8", "plain"), ("bf16", "hopper")])
+def test_models_equal_the_reference(
+    dev: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, config: ModelConfig, dtype: str, attention: str
+) -> None:
     """Both paths compute what the reference does with a rounded cache, and not what it does without."""
+    choose_attention(monkeypatch, dev, attention == "hopper")
     model, ids = biased_checkpoint(config), rng.integers(0, config.V, 70 if dev.kind == "cuda" else 12).tolist()
     runner = DeviceRunner(dev, model, dtype=dtype, max_model_len=100, text_vocab=config.V, owns_device=False, kv="fp8")
     rounded, exact = (forward(model, ids, quantize=dtype == "fp8", activations="bf16", kv=kv) for kv in ("fp8", "bf16"))
@@ -202,6 +214,8 @@ def test_memory_is_counted(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert c.kv_bytes_per_token("fp8") == c.L * c.KV * (2 * c.HD + 2 * FINE_PAIRS)
     saved = state_bytes(c, length) - state_bytes(c, length, "fp8")
     assert saved == length * (c.kv_bytes_per_token() - c.kv_bytes_per_token("fp8"))
+    assert state_bytes(c, length, "fp8", ARCH) - state_bytes(c, length, "fp8") == length * c.kv_bytes_per_token() // c.L
+    assert state_bytes(c, length, "bf16", ARCH) == state_bytes(c, length)
     options: dict[str, Any] = {"dtype": "bf16", "max_model_len": length, "text_vocab": 4096, "owns_device": False}
     runner = DeviceRunner(dev, model, kv="fp8", **options)
     assert runner.kv_bytes_per_token == c.kv_bytes_per_token("fp8")
