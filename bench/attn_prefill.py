@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,19 +121,21 @@ def line(row: dict[str, Any]) -> str:
     return text
 
 
-def peers(rows: list[dict[str, Any]]) -> None:
-    """Add PyTorch's times to the rows without earlier keys; prints why if it does not run."""
+def peers(rows: list[dict[str, Any]], written: Callable[[], object]) -> None:
+    """Add PyTorch's times to the rows without earlier keys, `written` after each; prints why if it does not run."""
     mine = {(row["H"], row["KV"], row["HD"], row["tokens"]): row for row in rows if not row["before"]}
     words = ["--shapes", json.dumps([list(shape) for shape in mine])]
     process = [sys.executable, "-m", "bench.peers.torch_sdpa", *words]
-    done = subprocess.run(process, capture_output=True, text=True, check=False)
-    for text in filter(lambda text: text.startswith("{"), done.stdout.splitlines()):
-        theirs = json.loads(text)
-        row = mine[tuple(theirs.pop("shape"))]
-        row |= theirs
-        print(line(row), flush=True)
-    if done.returncode:
-        print(f"# PyTorch: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    with subprocess.Popen(process, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for text in filter(lambda text: text.startswith("{"), run.stdout):
+            theirs = json.loads(text)
+            row = mine[tuple(theirs.pop("shape"))]
+            row |= theirs
+            print(line(row), flush=True)
+            written()
+    if run.returncode:
+        print(f"# PyTorch did not run to its end: exit code {run.returncode}")
 
 
 def main() -> int:
@@ -149,10 +152,10 @@ def main() -> int:
     rows = [measure(dev, h, tokens, before) for h in a.heads for before in a.before for tokens in a.tokens]
     env = environment(dev, a.commit)
     dev.close()
-    save("attn_prefill", env, rows, a.output)
+    write = partial(save, "attn_prefill", env, rows, a.output)
+    write()
     if not a.no_peers:
-        peers(rows)
-        save("attn_prefill", env, rows, a.output)
+        peers(rows, write)
     return 0
 
 

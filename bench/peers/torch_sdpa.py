@@ -22,8 +22,10 @@ def main() -> None:
     parser.add_argument("--shapes", type=json.loads, required=True, help="JSON: [[H, KV, HD, tokens], …]")
     parser.add_argument("--repeats", type=int, default=7)
     a = parser.parse_args()
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        raise SystemExit("# PyTorch is not installed: --no-peers goes without it") from None
     for shape in a.shapes:
         row: dict[str, Any] = {"shape": shape, "torch": torch.__version__}
         for name, backend in BACKENDS.items():
