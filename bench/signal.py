@@ -1,6 +1,6 @@
 """Put-with-signal: µs a hand-over, by form, shape and payload size; and a soak in which every payload is compared.
 
-First, how much work a stream takes while it is held, which is how far one end may be queued ahead of the other.
+And how much work a stream takes while it is held, which bounds how far one end may be queued ahead of the other.
 
     python -m bench.signal [--devices 0,0] [--bytes 16 8192 …] [--rounds 150] [--soak 1000000] [--limit-s 300]
 
@@ -54,16 +54,15 @@ class Way(NamedTuple):
 
 WAYS = (
     Way("kernel", "release", "push"),
-    Way("kernel", "release", "push", pdl=True),
     Way("kernel", "release", "pull"),
     Way("memop", "release", "push"),
     Way("memop", "node", "push"),
     Way("memop", "node", "pull"),
 )
 SOAK_GRAPHS = {"kernel": 768, "memop": 240}  # hand-overs a graph, by form: whole rotations, and what a stream holds
+DEPENDENT = Way("kernel", "release", "push", pdl=True)
 SOAKS = (  # and by what the hand-overs are divided
     (Way("kernel", "release", "push"), 1),
-    (Way("kernel", "release", "push", pdl=True), 1),
     (Way("memop", "release", "push"), 4),
     (Way("memop", "node", "push"), 4),
 )
@@ -203,18 +202,22 @@ def main() -> int:
             rows.append(row)
             save("signal", env, rows, a.output, variant)
 
-        def possible(way: Way) -> bool:
-            return not (way.pdl and len(set(a.devices)) == 1)
+        def latency(way: Way, nbytes: int) -> None:
+            figure = measure(ranks, way, nbytes, a.rounds, a.repeats)
+            print(figure.line(way), flush=True)
+            done(asdict(figure))
 
-        done(held(ranks.devices[0]))
         for nbytes in a.bytes:
-            for way in filter(possible, WAYS):
-                figure = measure(ranks, way, nbytes, a.rounds, a.repeats)
-                print(figure.line(way), flush=True)
-                done(asdict(figure))
+            for way in WAYS:
+                latency(way, nbytes)
+        done(held(ranks.devices[0]))
         for way, share in SOAKS if a.soak else ():
-            if possible(way):
-                done(soak(ranks, way, max(1, a.soak // share)))
+            done(soak(ranks, way, max(1, a.soak // share)))
+        if variant:  # dependent launches: not on a GPU that both ends share
+            for nbytes in a.bytes:
+                latency(DEPENDENT, nbytes)
+            if a.soak:
+                done(soak(ranks, DEPENDENT, a.soak))
     return 0
 
 

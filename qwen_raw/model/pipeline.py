@@ -57,15 +57,14 @@ class Stage(Rank):
         links = Links() if "reduce" in options.skip else self.links
         skip = options.skip | (NOT_FIRST if self.links.before else frozenset())
         skip |= NOT_LAST if self.links.after else frozenset()
-        pdl = options.pdl and not self.shares_gpu
         if links.before:
             links.before.wait(self.decode.h)
         for _ in Rank.step(self, replace(options, skip=skip)):
             pass
         if links.after:
-            links.after.put(self.decode.h, pdl=pdl)
+            links.after.put(self.decode.h)
         if "sample" not in options.skip:
-            self._hand_state(links, pdl)
+            self._hand_state(links)
         yield
 
     def prefill_chunk(
@@ -101,12 +100,12 @@ class Stage(Rank):
         if self.chooses:
             Rank.choose_first(self, rows)
 
-    def _hand_state(self, links: Links, pdl: bool = False) -> None:
+    def _hand_state(self, links: Links) -> None:
         """Put, or wait for, what the next step begins with."""
         for channel in links.state_to:
-            channel.put(self.decode.sampler.state, pdl=pdl)
+            channel.put(self.decode.sampler.state)
         if links.state_from:
-            links.state_from.wait(self.decode.sampler.state, pdl=pdl)
+            links.state_from.wait(self.decode.sampler.state)
 
     def fault(self) -> str | None:
         """See Rank; of the channels that this stage waits on."""
