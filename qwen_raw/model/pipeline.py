@@ -24,6 +24,7 @@ from qwen_raw.kernels.peers import ranks_on_gpu
 from qwen_raw.kernels.sample import Sampler
 from qwen_raw.model.assembly import check_memory, section
 from qwen_raw.model.decode import DEFAULT, StepOptions, level
+from qwen_raw.model.kv_fp8 import fold
 from qwen_raw.model.loading import CheckpointLike, Part, WeightLoader
 from qwen_raw.model.prefill import prefill_chunk
 from qwen_raw.model.rank import Rank
@@ -161,21 +162,26 @@ def assemble_stages(
     fp8: bool,
     max_len: int,
     limit_ns: int,
+    kv: str = "bf16",
     progress: Progress | None = None,
 ) -> list[Stage]:
-    """One stage a device, in order; a GPU may have several. Raises QwenRawError where the model does not fit."""
+    """One stage a device, in order; a GPU may have several. `kv`: type of the KV cache, "bf16" or "fp8".
+
+    Raises QwenRawError where the model does not fit.
+    """
     c = checkpoint.config
     layers = cuts(c, len(devices))
     parts = [Shard(replace(c, L=len(some))) for some in layers]
     for part in parts:
         check_shapes(part, fp8)
-    check_memory(devices, parts, fp8=fp8, max_len=max_len)
+    check_memory(devices, parts, fp8=fp8, max_len=max_len, kv=kv)
     sizes = [weight_bytes(part, fp8) for part in parts]
     alone = [ranks_on_gpu(devices, i) == 1 for i in range(len(devices))]
     weights = [
         load_stage(dev, checkpoint, layers[i], fp8=fp8, progress=section(progress, sum(sizes[:i]), sum(sizes)))
         for i, dev in enumerate(devices)
     ]
+    fits = [fold(*each) if kv == "fp8" else None for each in zip(devices, parts, weights, strict=True)]
     prefill = [
         PrefillBuffers.create(dev, part.local, max_len, fp8=fp8, pdl=own)
         for dev, part, own in zip(devices, parts, alone, strict=True)
@@ -186,7 +192,7 @@ def assemble_stages(
             device=dev,
             shard=part,
             weights=weights[i],
-            cache=KVCache.create(dev, part.local, max_len),
+            cache=KVCache.create(dev, part.local, max_len, fits[i]),
             rope=device_rope_table(dev, part.local, max_len),
             decode=DecodeBuffers.create(dev, part.local, max_len, Sampler.create(dev, c.V)),
             prefill=prefill[i],
@@ -212,9 +218,9 @@ class PipelineRunner(DeviceRunner):
         progress: Progress | None,
     ) -> Sequence[Rank]:
         """See DeviceRunner."""
-        if self.kv_dtype != "bf16":
-            raise UsageError(f"a model in stages keeps its KV cache in bf16, not in {self.kv_dtype}")
-        return assemble_stages(self.devices, checkpoint, fp8=fp8, max_len=max_len, limit_ns=limit_ns, progress=progress)
+        return assemble_stages(
+            self.devices, checkpoint, fp8=fp8, max_len=max_len, limit_ns=limit_ns, kv=self.kv_dtype, progress=progress
+        )
 
     def _load(self) -> None:
         """See DeviceRunner; and the choice of an id, which it leaves out where there are several ranks."""

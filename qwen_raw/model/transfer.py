@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from qwen_raw.comm.signal import SignalChannel
+from qwen_raw.config import FINE
 from qwen_raw.device import Buffer, Graph
 from qwen_raw.errors import UsageError, close_all
 from qwen_raw.generation.runner import Progress
@@ -28,11 +29,16 @@ from qwen_raw.model.state import KVCache
 
 
 def layer_rows(cache: KVCache, rows: int) -> Iterator[Pieces]:
-    """The first `rows` positions of every layer's keys, and of its values: a piece a KV head."""
-    for pair in zip(cache.k, cache.v, strict=True):
-        for part in pair:
-            row = part.nbytes // (part.shape[0] * cache.max_len)
-            yield Pieces(part, part.shape[0], rows * row, cache.max_len * row)
+    """The first `rows` positions of every layer's keys, its values, and e4m3 keys' second parts; a piece a KV head.
+
+    What else e4m3 needs comes from the weights, which both devices have.
+    """
+    for k, v, fine in cache.layers:
+        KV, row = k.shape[0], k.shape[2] * k.dtype.itemsize
+        for part in (k, v):
+            yield Pieces(part, KV, rows * row, cache.max_len * row)
+        if fine is not None:
+            yield Pieces(fine, KV, rows * FINE, cache.max_len * FINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +117,11 @@ class TransferRunner(DeviceRunner):
         progress: Progress | None,
     ) -> Sequence[Rank]:
         """See DeviceRunner. Each rank is a model of its own."""
-        if self.kv_dtype != "bf16":
-            raise UsageError(f"keys and values are handed over in bf16, not in {self.kv_dtype}")
         shared = self.devices[0].ordinal == self.devices[1].ordinal
         ranks = []
         for i, dev in enumerate(self.devices):
             half = None if progress is None else _half(progress, i)
-            (rank,) = assemble([dev], checkpoint, fp8=fp8, max_len=max_len, progress=half)
+            (rank,) = assemble([dev], checkpoint, fp8=fp8, max_len=max_len, kv=self.kv_dtype, progress=half)
             ranks.append(replace(rank, shares_gpu=shared))
         self.hand_over = CacheHandOver.create(ranks[0], ranks[1], limit_ns)
         return ranks

@@ -104,14 +104,16 @@ def test_logits_are_those_of_one_device(pair: list[Any], make: Make, kind: Any) 
         np.testing.assert_array_equal(getattr(two, path)([4, 9, 1]), getattr(one, path)([4, 9, 1]))
 
 
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_fp8_and_a_prompt_of_several_chunks(
-    pair: list[Any], make: Make, kind: Any, monkeypatch: pytest.MonkeyPatch
+    pair: list[Any], make: Make, kind: Any, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunk after chunk goes through the stages; all of a prompt's rows change hands."""
+    """Chunk after chunk goes through the stages; all of a prompt's rows change hands, with all that is kept of them."""
     gpu = pair[0].kind == "cuda"
     monkeypatch.setattr("qwen_raw.model.state.CHUNK", 32 if gpu else 8)
     model = biased_checkpoint(SMALL)
-    one, two = (make(k, d, model, "fp8") for k, d in ((DeviceRunner, pair[0]), (kind, pair)))
+    one, two = (make(k, d, model, "fp8", kv=kv) for k, d in ((DeviceRunner, pair[0]), (kind, pair)))
+    assert all(rank.cache.k[0].dtype == one.ranks[0].cache.k[0].dtype for rank in two.ranks)
     prompt = [1 + 7 * i % 200 for i in range(64 if gpu else 16)]  # all rows of the last chunk
     assert generated(two, prompt, 3) == generated(one, prompt, 3)
 
