@@ -280,6 +280,34 @@ DEVICE void tma_load_3d(void* dst, const TensorMap& map, uint64_t* bar, int x, i
   SM90_ASM("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
            ::"r"(shared_address(dst)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
 }
+// Arrives at the barrier that lies at the same place in block `rank` of the cluster: a buffer of this block's may be overwritten. It publishes
+// no ordinary stores to that block: a release at cluster scope waits for a fence.
+DEVICE void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
+  SM90_ASM("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+           ::"r"(shared_address(bar)), "r"(rank) : "memory");
+}
+// One copy for several blocks of the cluster, read once: the box goes to the same place in each block of the mask, and each block's barrier at
+// the place of `bar` counts it.
+DEVICE void tma_multicast_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, uint16_t blocks) {
+  SM90_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+           ::"r"(shared_address(dst)), "l"(&map), "r"(x), "r"(y), "r"(shared_address(bar)), "h"(blocks) : "memory");
+}
+// One thread copies a box from shared memory (laid out as tma_load_2d does) into the tensor, or adds it to the tensor's fp32 elements; what
+// lies outside of the tensor is dropped. The thread commits, and waits until all but GROUPS groups have been read, before the box is reused.
+DEVICE void tma_store_2d(const TensorMap& map, const void* src, int x, int y) {
+  SM90_ASM("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x), "r"(y), "r"(shared_address(src)) : "memory");
+}
+DEVICE void tma_add_2d(const TensorMap& map, const void* src, int x, int y) {
+  SM90_ASM("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
+           ::"l"(&map), "r"(x), "r"(y), "r"(shared_address(src)) : "memory");
+}
+DEVICE void bulk_commit() { SM90_ASM("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int GROUPS>
+DEVICE void bulk_wait_read() {
+  SM90_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
+}
+// Between a thread's ordinary stores to shared memory and the barrier behind which the copy engine reads them.
+DEVICE void async_fence() { SM90_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 // A barrier of `threads` (whole warps) of the block; ids 1 to 15, as 0 is __syncthreads.
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // Arrives there without waiting: this thread's part of a hand-over to those that wait.
@@ -330,6 +358,7 @@ DEVICE void wgmma_operand(uint32_t (&a)[REGS]) {
 #define SM90_T16 SM90_T8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define SM90_T32 SM90_T16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define SM90_T64 SM90_T32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define SM90_T72 SM90_T64 ",%64,%65,%66,%67,%68,%69,%70,%71"
 #define SM90_T96 SM90_T64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define SM90_T112 SM90_T96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define SM90_T128 SM90_T112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
@@ -344,11 +373,12 @@ DEVICE void wgmma_operand(uint32_t (&a)[REGS]) {
   else if constexpr (REGS == 16) SM90_WGMMA("32", type, tail, SM90_T16, "16", "17", "18", SM90_D8(0), SM90_D8(8));                    \
   else if constexpr (REGS == 32) SM90_WGMMA("64", type, tail, SM90_T32, "32", "33", "34", SM90_D32(0));                               \
   else if constexpr (REGS == 64) SM90_WGMMA("128", type, tail, SM90_T64, "64", "65", "66", SM90_D32(0), SM90_D32(32));                \
+  else if constexpr (REGS == 72) SM90_WGMMA("144", type, tail, SM90_T72, "72", "73", "74", SM90_D32(0), SM90_D32(32), SM90_D8(64));    \
   else if constexpr (REGS == 96) SM90_WGMMA("192", type, tail, SM90_T96, "96", "97", "98", SM90_D32(0), SM90_D32(32), SM90_D32(64));  \
   else if constexpr (REGS == 112)                                                                                                     \
     SM90_WGMMA("224", type, tail, SM90_T112, "112", "113", "114", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D8(96), SM90_D8(104)); \
   else {                                                                                                                              \
-    static_assert(REGS == 128, "N is 8, 16, 32, 64, 128, 192, 224 or 256");                                                                  \
+    static_assert(REGS == 128, "N is 8, 16, 32, 64, 128, 144, 192, 224 or 256");                                                                  \
     SM90_WGMMA("256", type, tail, SM90_T128, "128", "129", "130", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D32(96));             \
   }
 // k = 16 bf16.
@@ -384,6 +414,12 @@ DEVICE uint32_t movmatrix_trans(uint32_t v) {
   uint32_t r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
   return r;
+}
+
+// Four 8×8 matrices of 16-bit elements into shared memory: lane 8i + r names row r of matrix i, 16 bytes; lane 4g + t brings (g, 2t) and
+// (g, 2t + 1) of matrix i in w[i]. A product's sums lie like that.
+DEVICE void stmatrix_x4(void* row, const uint32_t (&w)[4]) {
+  SM90_ASM("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
 // ---- time and failure -----------------------------------------------------------------------------------------------

@@ -35,9 +35,14 @@ uint64_t modify(uint64_t word, uint64_t arrivals, uint64_t bytes) {
   return pack(b);
 }
 
-void require_barrier(const uint64_t* bar, Place place) {
+// `bar` of block b, or of another block of its cluster.
+void require_barrier(const Block& b, const uint64_t* bar, Place place) {
+  const auto at = reinterpret_cast<const char*>(bar) - b.shared->dyn;
+  if (*bar >> 63) fail(place, "mbarrier at dynamic shared memory + %lld was not initialised", static_cast<long long>(at));
+}
+void require_own_barrier(const uint64_t* bar, Place place) {
   shared_address(bar, place);
-  if (*bar >> 63) fail(place, "mbarrier at dynamic shared memory + %u was not initialised", shared_address(bar, place));
+  require_barrier(*running_thread()->block, bar, place);
 }
 
 uint32_t swizzled(uint32_t address, uint32_t swizzle) { return swizzle ? address ^ (address >> 7 & 7) << 4 : address; }
@@ -87,6 +92,54 @@ void land(Block& b, const PendingCopy& c) {
   });
 }
 
+void copy_into(Block& b, const PendingCopy& c, uint32_t rank, Place place) {
+  Thread* t = running_thread();
+  require_barrier(b, c.bar, place);
+  require_copy(c.map, rank, c.at, c.dst, b, place);
+  each_piece(c.map, c.at, c.dst, [&](uint32_t offset, uint32_t, const char* source, uint32_t bytes) {
+    require_memory(source, bytes, place);
+    if (!world->race) return;
+    if (bytes) world->race->async(*t, source, bytes, false, place);
+    world->race->async(*t, b.shared->dyn + offset, 16, true, place);
+  });
+  // Whoever acquires the barrier from now on is ordered after the copy: the phase cannot end before it.
+  if (world->race) world->race->modified(*t, c.bar, 8, true, false, place);
+  b.copies.push_back(c);
+  world->wake(reinterpret_cast<const char*>(c.bar), 8);  // who sleeps on the barrier has to look again to make the copy land
+}
+
+uint64_t add_f32(uint64_t old, uint64_t value, uint64_t) {
+  const uint32_t bits[2] = {uint32_t(old), uint32_t(value)};
+  float x[2];
+  memcpy(x, bits, 8);
+  x[0] += x[1];
+  uint32_t sum;
+  memcpy(&sum, x, 4);
+  return sum;
+}
+
+// The box goes from shared memory to where it lies in the tensor; what is outside of it is dropped.
+void write_box(Thread& t, const PendingBox& s) {
+  const char* dyn = t.block->shared->dyn;
+  each_piece(s.map, s.at, s.src, [&](uint32_t offset, uint32_t before, const char* target, uint32_t bytes) {
+    if (!bytes) return;
+    require_memory(target, bytes, s.place);
+    char* to = const_cast<char*>(target);
+    const char* from = dyn + offset + before;
+    if (world->race) world->race->async(t, from, bytes, false, s.place);
+    if (!s.add) {
+      if (world->race) world->race->async(t, to, bytes, true, s.place);
+      memcpy(to, from, bytes);
+      return;
+    }
+    for (uint32_t i = 0; i < bytes; i += 4) {
+      uint32_t bits;
+      memcpy(&bits, from + i, 4);
+      atomic(to + i, 4, add_f32, bits, 0, Order::RELAXED, s.place);
+    }
+  });
+}
+
 }  // namespace
 
 void copy_async(void* dst, const void* value) {
@@ -125,12 +178,19 @@ void mbarrier_init(uint64_t* bar, uint32_t arrivals, Place place) {
 }
 
 void mbarrier_arrive(uint64_t* bar, uint32_t expect_bytes, Place place) {
-  require_barrier(bar, place);
+  require_own_barrier(bar, place);
   atomic(bar, 8, modify, 1, expect_bytes, Order::ACQ_REL, place);
 }
 
+void mbarrier_arrive_at(uint64_t* bar, uint32_t rank, Place place) {
+  shared_address(bar, place);
+  uint64_t* there = static_cast<uint64_t*>(cluster_peer(bar, 8, rank, place));
+  require_barrier(*running_thread()->block->cluster->blocks[rank], there, place);
+  atomic(there, 8, modify, 1, 0, Order::ACQ_REL, place);
+}
+
 bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, Place place) {
-  require_barrier(bar, place);
+  require_own_barrier(bar, place);
   Block& b = *running_thread()->block;
   for (size_t i = 0; i < b.copies.size();) {
     if (b.copies[i].bar != bar) {
@@ -150,26 +210,43 @@ bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, Place place) {
   return unpack(word).phase != (parity & 1);
 }
 
-void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, Place place) {
-  Thread* t = running_thread();
-  Block& b = *t->block;
+void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, uint32_t blocks, Place place) {
+  Block& own = *running_thread()->block;
   PendingCopy c{};
   memcpy(&c.map, map, sizeof c.map);
   c.dst = shared_address(dst, place);
-  c.bar = bar;
-  require_barrier(bar, place);
-  require_copy(c.map, rank, at, c.dst, b, place);
+  shared_address(bar, place);
   std::copy(at, at + rank, c.at);
-  each_piece(c.map, c.at, c.dst, [&](uint32_t offset, uint32_t, const char* source, uint32_t bytes) {
-    require_memory(source, bytes, place);
-    if (!world->race) return;
-    if (bytes) world->race->async(*t, source, bytes, false, place);
-    world->race->async(*t, b.shared->dyn + offset, 16, true, place);
-  });
-  // Whoever acquires the barrier from now on is ordered after the copy: the phase cannot end before it.
-  if (world->race) world->race->modified(*t, bar, 8, true, false, place);
-  b.copies.push_back(c);
-  world->wake(reinterpret_cast<const char*>(bar), 8);  // who sleeps on the barrier has to look again to make the copy land
+  if (!blocks) {
+    c.bar = bar;
+    return copy_into(own, c, rank, place);
+  }
+  for (uint32_t i = 0; blocks >> i; i++) {
+    if (!(blocks >> i & 1)) continue;
+    c.bar = static_cast<uint64_t*>(cluster_peer(bar, 8, i, place));
+    copy_into(*own.cluster->blocks[i], c, rank, place);
+  }
+}
+
+void tma_store(const void* map, const void* src, uint32_t rank, const int* at, bool add, Place place) {
+  Thread& t = *running_thread();
+  PendingBox s{};
+  memcpy(&s.map, map, sizeof s.map);
+  s.src = shared_address(src, place);
+  s.add = add, s.group = t.store_group, s.place = place;
+  std::copy(at, at + rank, s.at);
+  require_copy(s.map, rank, at, s.src, *t.block, place);
+  if (add && s.map.item != 4) fail(place, "tma_add: the simulator adds fp32, the tensor's elements have %u bytes", s.map.item);
+  t.stores.push_back(s);
+}
+
+void bulk_commit() { running_thread()->store_group++; }
+
+void bulk_wait_read(uint32_t pending) {
+  Thread& t = *running_thread();
+  size_t done = 0;
+  while (done < t.stores.size() && t.stores[done].group + pending < t.store_group) write_box(t, t.stores[done++]);
+  t.stores.erase(t.stores.begin(), t.stores.begin() + long(done));
 }
 
 void named_barrier(int id, int threads, bool wait, Place place) {

@@ -29,7 +29,13 @@ SIMT_API void* copy_arrived(uint32_t pending, void* value);
 SIMT_API void mbarrier_init(uint64_t* bar, uint32_t arrivals, Place place);
 SIMT_API void mbarrier_arrive(uint64_t* bar, uint32_t expect_bytes, Place place);
 SIMT_API bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, Place place);
-SIMT_API void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, Place place);
+SIMT_API void mbarrier_arrive_at(uint64_t* bar, uint32_t rank, Place place);
+// `blocks`: bit mask of the cluster's blocks that get the box, at the same place of their shared memory; 0: this one.
+SIMT_API void tma_load(void* dst, const void* map, uint64_t* bar, uint32_t rank, const int* at, uint32_t blocks, Place place);
+// A box on its way out is read, and written or added, when its thread waits for its group to be read.
+SIMT_API void tma_store(const void* map, const void* src, uint32_t rank, const int* at, bool add, Place place);
+SIMT_API void bulk_commit();
+SIMT_API void bulk_wait_read(uint32_t pending);
 SIMT_API void named_barrier(int id, int threads, bool wait, Place place);  // wait: until all have arrived
 
 enum class Element : int { BF16, F16, E4M3 };

@@ -147,12 +147,31 @@ inline void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes, SIMT_PLACE)
 inline bool mbarrier_try_wait(uint64_t* bar, uint32_t parity, SIMT_PLACE) { return simt::mbarrier_try_wait(bar, parity, place); }
 inline void tma_load_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, SIMT_PLACE) {
   const int at[2] = {x, y};
-  simt::tma_load(dst, &map, bar, 2, at, place);
+  simt::tma_load(dst, &map, bar, 2, at, 0, place);
 }
 inline void tma_load_3d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, int z, SIMT_PLACE) {
   const int at[3] = {x, y, z};
-  simt::tma_load(dst, &map, bar, 3, at, place);
+  simt::tma_load(dst, &map, bar, 3, at, 0, place);
 }
+inline void mbarrier_arrive_at(uint64_t* bar, uint32_t rank, SIMT_PLACE) { simt::mbarrier_arrive_at(bar, rank, place); }
+inline void tma_multicast_2d(void* dst, const TensorMap& map, uint64_t* bar, int x, int y, uint16_t blocks, SIMT_PLACE) {
+  const int at[2] = {x, y};
+  simt::tma_load(dst, &map, bar, 2, at, blocks, place);
+}
+inline void tma_store_2d(const TensorMap& map, const void* src, int x, int y, SIMT_PLACE) {
+  const int at[2] = {x, y};
+  simt::tma_store(&map, src, 2, at, false, place);
+}
+inline void tma_add_2d(const TensorMap& map, const void* src, int x, int y, SIMT_PLACE) {
+  const int at[2] = {x, y};
+  simt::tma_store(&map, src, 2, at, true, place);
+}
+inline void bulk_commit() { simt::bulk_commit(); }
+template <int GROUPS>
+inline void bulk_wait_read() {
+  simt::bulk_wait_read(GROUPS);
+}
+inline void async_fence() {}
 inline void named_barrier(int id, int threads, SIMT_PLACE) { simt::named_barrier(id, threads, true, place); }
 inline void named_barrier_arrive(int id, int threads, SIMT_PLACE) { simt::named_barrier(id, threads, false, place); }
 // Registers are not simulated; the counts must be legal.
@@ -216,6 +235,18 @@ static constexpr WarpOp MOVMATRIX{"movmatrix_trans", finish_movmatrix, false};
 inline uint32_t movmatrix_trans(uint32_t v, SIMT_PLACE) {
   simt::collective(0xffffffffu, simt::MOVMATRIX, &v, place);
   return v;
+}
+
+// Each lane names a row of 16 bytes: lane 8i + r row r of matrix i, whose elements (g, 2t) and (g, 2t + 1) are lane 4g + t's word i.
+inline void stmatrix_x4(void* row, const uint32_t (&w)[4], SIMT_PLACE) {
+  simt::require_aligned(row, 16, place);
+  const int lane = int(threadIdx.x) % 32;
+  for (int i = 0; i < 4; i++) {
+    const uint64_t address = uint64_t(reinterpret_cast<uintptr_t>(row));
+    const int source = 8 * i + lane / 4;
+    const uint32_t low = __shfl_sync(FULL_MASK, uint32_t(address), source), high = __shfl_sync(FULL_MASK, uint32_t(address >> 32), source);
+    reinterpret_cast<uint32_t*>(uintptr_t(uint64_t(high) << 32 | low))[lane % 4] = w[i];
+  }
 }
 
 // ---- time and failure ---------------------------------------------------------------------------------------------------------

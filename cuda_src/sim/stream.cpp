@@ -144,6 +144,8 @@ void World::finish_block(Block* b) {
   Rank& r = ranks[size_t(l.rank)];
   block_triggered(b);
   if (!b->copies.empty()) return fail_elsewhere("kernel " + std::string(l.entry->name) + ": a block ended with bulk copies under way into its memory");
+  for (const Thread& t : b->threads)
+    if (!t.stores.empty()) return fail_elsewhere("kernel " + std::string(l.entry->name) + ": a block ended with bulk copies under way out of its memory");
   for (const Warp& w : b->warps)
     if (!w.products.empty()) return fail_elsewhere("kernel " + std::string(l.entry->name) + ": a warp ended with products that it did not wait for");
   for (const NamedBarrier& n : b->named)

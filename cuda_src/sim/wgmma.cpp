@@ -125,6 +125,11 @@ void finish_wait(void* const* operands, uint32_t) {
   const int allowed = *static_cast<const int*>(operands[0]);
   size_t done = 0;
   while (done < w.products.size() && w.products[done].group < w.groups - allowed) multiply(w, w.products[done++]);
+  // All lanes know that the operands, read in lane 0's name, have been read.
+  if (done && world->race) {
+    world->race->modified(w.lanes[0], &w, 1, true, false, w.products[0].place);
+    for (int lane = 1; lane < WARP; lane++) world->race->modified(w.lanes[lane], &w, 1, false, true, w.products[0].place);
+  }
   w.products.erase(w.products.begin(), w.products.begin() + long(done));
 }
 constexpr WarpOp ISSUE{"wgmma", finish_issue, false}, COMMIT{"wgmma_commit", finish_commit, false}, WAIT{"wgmma_wait", finish_wait, false};

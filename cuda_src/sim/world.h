@@ -34,6 +34,15 @@ struct AsyncCopy {
   unsigned char value[16];
 };
 
+// A box on its way from shared to global memory.
+struct PendingBox {
+  SimTensorMap map;
+  int at[5];
+  uint32_t src, group;  // offset in dynamic shared memory; how many commits of the thread came before it
+  bool add;
+  Place place;
+};
+
 struct Thread : ThreadView {
   Fiber* fiber = nullptr;  // taken when the thread first runs
   Block* block = nullptr;
@@ -50,6 +59,8 @@ struct Thread : ThreadView {
   std::vector<AsyncCopy> copies;  // those from `arrived` on are on their way
   size_t arrived = 0;
   uint32_t copy_group = 0;  // the group that is open
+  std::vector<PendingBox> stores;  // bulk copies out of shared memory that it has not waited for
+  uint32_t store_group = 0;
   bool in_cluster_barrier = false;  // arrived, and has not waited since
   uint32_t cluster_phase = 0;       // in which it arrived
 };

@@ -24,10 +24,14 @@ def encode(address: int, dtype: np.dtype[Any], shape: BoxShape) -> np.ndarray[An
     driver = bindings()
     shape.check(address, dtype.itemsize)
     types = driver.CUtensorMapDataType
-    # Bits are copied as they are, so the type only says how wide an element is.
-    data = {1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: types.CU_TENSOR_MAP_DATA_TYPE_UINT16}.get(dtype.itemsize)
+    # Bits are copied as they are, so the type only says how wide an element is; those of 4 bytes may be added.
+    data = {
+        1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        2: types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        4: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }.get(dtype.itemsize)
     if data is None:
-        raise QwenRawError(f"a tensor map of {dtype}: elements of 1 or 2 bytes are copied")
+        raise QwenRawError(f"a tensor map of {dtype}: elements have 1, 2 or 4 bytes")
 
     def words(values: tuple[int, ...], kind: Any) -> list[Any]:
         return [kind(value) for value in values]

@@ -20,7 +20,10 @@ MOST_RANKS = 5  # that a case takes: kernels that are compiled for up to eight a
 # Deadline of the polls of kernels that wait for a peer: a fault ends the launch instead of hanging it.
 LIMIT_NS = 2_000_000_000
 PROBE_STEMS = ("probes", "probes_sm90")
-HOPPER = ("shared_", "mbarrier_", "tma_", "tensor_map_", "named_", "register_", "red_add_f32x2", "wgmma_")
+HOPPER = (
+    *("shared_", "mbarrier_", "tma_", "bulk_", "async_fence", "tensor_map_", "named_", "register_"),
+    *("red_add_f32x2", "wgmma_", "stmatrix_"),
+)
 
 
 class Recording:

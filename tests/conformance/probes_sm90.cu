@@ -57,6 +57,84 @@ PROBE_BOXES(tma_load_2d, tma_load_2d(buffer, map, bar, c[0], c[1]))
 PROBE_BOXES(tma_load_3d, tma_load_3d(buffer, map, bar, c[0], c[1], c[2]))
 PROBE_BOXES(mbarrier_arrive_expect_tx, tma_load_2d(buffer, map, bar, c[0], c[1]))
 
+// ---- clusters of two blocks ----------------------------------------------------------------------------------------------------------
+DEVICE void cluster_meet() {
+  cluster_arrive();
+  cluster_wait();
+}
+// Rounds in which each block waits for all threads of the other: out[block, round] is 1 if it was not over before. block: 64.
+KERNEL(64) void probe_mbarrier_arrive_at(uint32_t* out, int rounds) {
+  DYN_SHARED_TILES(uint64_t, bar);
+  if (threadIdx.x == 0) mbarrier_init(bar, blockDim.x);
+  mbarrier_init_fence();
+  cluster_meet();
+  for (int r = 0; r < rounds; r++) {
+    const bool over = mbarrier_try_wait(bar, r % 2);  // before this block has told the other to go on
+    cluster_meet();
+    mbarrier_arrive_at(bar, cluster_rank() ^ 1);
+    mbarrier_wait(bar, r % 2);
+    if (threadIdx.x == 0) out[blockIdx.x * rounds + r] = !over;
+  }
+  cluster_meet();
+}
+// Each block copies one half of the box to both: 16 rows, then 32. out: [2, bytes].
+#define PROBE_MULTICAST(wrapper)                                                                                                         \
+  KERNEL(128) void probe_##wrapper(uint4* out, BY_VALUE TensorMap map, int bytes) {                                                      \
+    DYN_SHARED_TILES(unsigned char, buffer);                                                                                             \
+    uint64_t* bar = reinterpret_cast<uint64_t*>(buffer + bytes);                                                                         \
+    const int rank = int(cluster_rank());                                                                                                \
+    if (threadIdx.x == 0) {                                                                                                              \
+      mbarrier_init(bar, 1);                                                                                                             \
+      mbarrier_init_fence();                                                                                                             \
+    }                                                                                                                                    \
+    __syncthreads();                                                                                                                     \
+    cluster_meet();                                                                                                                      \
+    if (threadIdx.x == 0) {                                                                                                              \
+      mbarrier_arrive_expect_tx(bar, uint32_t(bytes));                                                                                   \
+      wrapper(buffer + rank * (bytes / 2), map, bar, 8, 16 * rank, uint16_t(3));                                                         \
+    }                                                                                                                                    \
+    mbarrier_wait(bar, 0);                                                                                                               \
+    for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x) out[rank * (bytes / 16) + i] = reinterpret_cast<const uint4*>(buffer)[i]; \
+    cluster_meet();                                                                                                                      \
+  }
+PROBE_MULTICAST(tma_multicast_2d)
+
+// ---- copies out: box after box through two buffers, each filled with in's [boxes, bytes] as it is to lie in shared memory. at: [boxes, 2] -----
+#define PROBE_BOXES_OUT(wrapper, send)                                                            \
+  KERNEL(128) void probe_##wrapper(BY_VALUE TensorMap map, const uint4* in, const int* at, int boxes, int bytes) { \
+    DYN_SHARED_TILES(unsigned char, buffers);                                                     \
+    for (int b = 0; b < boxes; b++) {                                                             \
+      unsigned char* buffer = buffers + b % 2 * bytes;                                            \
+      if (threadIdx.x == 0) bulk_wait_read<1>();                                                  \
+      __syncthreads();                                                                            \
+      for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x)                                  \
+        reinterpret_cast<uint4*>(buffer)[i] = in[b * (bytes / 16) + i];                           \
+      async_fence();                                                                              \
+      __syncthreads();                                                                            \
+      if (threadIdx.x == 0) {                                                                     \
+        send(map, buffer, at[2 * b], at[2 * b + 1]);                                              \
+        bulk_commit();                                                                            \
+      }                                                                                           \
+    }                                                                                             \
+    if (threadIdx.x == 0) bulk_wait_read<0>();                                                    \
+  }
+PROBE_BOXES_OUT(tma_store_2d, tma_store_2d)
+PROBE_BOXES_OUT(tma_add_2d, tma_add_2d)
+PROBE_BOXES_OUT(bulk_commit, tma_store_2d)
+PROBE_BOXES_OUT(bulk_wait_read, tma_store_2d)
+PROBE_BOXES_OUT(async_fence, tma_store_2d)
+
+// Four matrices [4, 8, 8] of 16 bits, each lane's words as a product's sums lie, written rows reversed. block: 32.
+KERNEL(32) void probe_stmatrix_x4(uint32_t* out, const uint32_t* in) {
+  DYN_SHARED_TILES(uint32_t, words);
+  const int lane = int(threadIdx.x);
+  uint32_t w[4];
+  for (int i = 0; i < 4; i++) w[i] = in[32 * i + lane];
+  stmatrix_x4(words + 4 * (31 - lane), w);
+  __syncwarp();
+  for (int i = 0; i < 4; i++) out[32 * i + lane] = words[32 * i + lane];
+}
+
 // Two groups of two warps, each with its own barrier: out[t] is what the thread's neighbour in its group has put. block: 128.
 KERNEL(128) void probe_named_barrier(uint32_t* out, const uint32_t* in) {
   DYN_SHARED_TILES(uint32_t, slots);
@@ -143,6 +221,7 @@ PROBE_WGMMA(wgmma_bf16, 16, 8)
 PROBE_WGMMA(wgmma_bf16, 32, 16)
 PROBE_WGMMA(wgmma_bf16, 64, 32)
 PROBE_WGMMA(wgmma_bf16, 128, 64)
+PROBE_WGMMA(wgmma_bf16, 144, 72)
 PROBE_WGMMA(wgmma_bf16, 192, 96)
 PROBE_WGMMA(wgmma_bf16, 224, 112)
 PROBE_WGMMA(wgmma_bf16, 256, 128)

@@ -94,6 +94,58 @@ def take(machine: Machine, name: str, tensor_map: TensorMap, at: Array, rows: in
     return Output(out.download()), Output(np.ascontiguousarray(want).view(U32).reshape(-1))
 
 
+def ping_pong(machine: Machine, rng: np.random.Generator) -> Outcome:
+    out = machine.dev.zeros((4, 7), U32)
+    machine.run("mbarrier_arrive_at", [out, np.int32(7)], grid=4, block=64, smem=1024, cluster=2)
+    return Output(out.download()), Output(np.ones((4, 7), np.uint32))
+
+
+def multicast(machine: Machine, rng: np.random.Generator) -> Outcome:
+    """Boxes of 16 rows from column 8 on; the matrix ends inside the second."""
+    data = rng.integers(0, 1 << 16, (29, 80), dtype=np.uint16)
+    padded = np.zeros((32, 72), np.uint16)
+    padded[:29] = data[:, 8:]
+    box = swizzle(np.ascontiguousarray(padded[:, :64]).view(np.uint8).reshape(-1, ROW))
+    tensor_map = machine.dev.tensor_map([machine.dev.array(data)], BoxShape((80, 29), (160,), (64, 16)))
+    out = machine.dev.zeros((2, box.size // 4), U32)
+    args = [out, tensor_map, np.int32(box.size)]
+    machine.run("tma_multicast_2d", args, grid=2, block=128, smem=box.size + 1024, cluster=2)
+    return Output(out.download()), Output(np.tile(box.reshape(-1).view(U32), (2, 1)))
+
+
+def boxes_out(name: str) -> Probe:
+    """Boxes of 8 rows, the last ones ending outside of the matrix: stored, or integers added."""
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        dev, add = machine.dev, name == "tma_add_2d"
+        columns, rows, wide = (72, 37, 32) if add else (136, 37, 64)
+        kind = np.dtype(np.float32) if add else np.dtype(np.uint16)
+        old = rng.integers(0, 999, (rows, columns)).astype(kind)
+        at = np.array([(0, 0), (wide, 8), (0, 32), (2 * wide, 16), (2 * wide, 32), (wide, 0)], np.int32)
+        boxes = rng.integers(0, 999, (len(at), 8, wide)).astype(kind)
+        want = np.zeros((rows + 8, columns + wide), kind)
+        want[:rows, :columns] = old
+        for (x, y), box in zip(at, boxes, strict=True):
+            want[y : y + 8, x : x + wide] = box + (want[y : y + 8, x : x + wide] if add else 0)
+        out = dev.array(old)
+        shape = BoxShape((columns, rows), (columns * kind.itemsize,), (wide, 8))
+        lying = np.array([swizzle(box.view(np.uint8).reshape(8, ROW)) for box in boxes]).view(U32)
+        nbytes = 8 * ROW
+        args = [dev.tensor_map([out], shape), dev.array(lying), dev.array(at), np.int32(len(at)), np.int32(nbytes)]
+        machine.run(name, args, grid=1, block=128, smem=2 * nbytes)
+        return Output(out.download()), Output(want[:rows, :columns])
+
+    return Probe(name, run)
+
+
+def matrices(machine: Machine, rng: np.random.Generator) -> Outcome:
+    """Row r of matrix i lies at place 31 - (8i + r)."""
+    bits = words(rng, 4, 8, 4)
+    out = machine.dev.zeros((32, 4), U32)
+    machine.run("stmatrix_x4", [out, machine.dev.array(bits)], grid=1, block=32, smem=1024)
+    return Output(out.download()), Output(np.ascontiguousarray(bits.reshape(32, 4)[::-1]))
+
+
 def groups(machine: Machine, rng: np.random.Generator) -> Outcome:
     bits = words(rng, 128)
     out = machine.dev.zeros((128,), U32)
@@ -208,7 +260,7 @@ def encode(x: Array, kind: str) -> tuple[Array, Array]:
 
 
 _WIDTHS = {
-    "wgmma_bf16": (8, 16, 32, 64, 128, 192, 224, 256),
+    "wgmma_bf16": (8, 16, 32, 64, 128, 144, 192, 224, 256),
     "wgmma_f16": (64, 256),
     "wgmma_e4m3": (8, 16, 32, 128, 256),
 }
@@ -218,6 +270,10 @@ SM90 = [
     *(boxes("tma_load_2d", item, odd=odd) for item in (1, 2) for odd in (False, True)),
     boxes("mbarrier_arrive_expect_tx", 2),
     Probe("tma_load_3d", planes),
+    Probe("mbarrier_arrive_at", ping_pong),
+    Probe("tma_multicast_2d", multicast),
+    *(boxes_out(name) for name in ("tma_store_2d", "tma_add_2d", "bulk_commit", "bulk_wait_read", "async_fence")),
+    Probe("stmatrix_x4", matrices),
     Probe("named_barrier", groups),
     Probe("named_barrier_arrive", hand_over),
     *(registers(f"register_{what}") for what in ("increase", "decrease")),
