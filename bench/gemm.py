@@ -26,7 +26,7 @@ from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, E4M3, F32, Buffer
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90
-from qwen_raw.kernels.gemm_sm90 import OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens, choose, most_pieces
+from qwen_raw.kernels.gemm_sm90 import CUTS, OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens, choose, most_pieces
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
@@ -87,8 +87,12 @@ class Case:
                 continue
             if not v.few and self.T <= 64:
                 continue
-            blocks = v.blocks * self.dev.sm_count
-            most = most_pieces(v.tiles(self.T, self.N) % blocks, blocks, self.slices)
+            if not v.cluster:
+                if v.tiles(self.T, self.N) * CUTS[0] <= self.dev.sm_count:
+                    found += [Choice(v, n) for n in CUTS]
+                continue
+            clusters = v.clusters(self.dev.sm_count)
+            most = most_pieces(v.tiles(self.T, self.N) % clusters, clusters, self.slices)
             found += [Choice(v, n) for n in sorted({1, most, max(1, most // 2)})]
         return found
 

@@ -8,9 +8,9 @@
 // PRECOND  K, N, I multiples of 8; HD 64 or 128. minimum arch: sm_90a
 #include "include/gemm_ops_sm90.cuh"
 
-#define OPERANDS BY_VALUE TensorMap x, BY_VALUE TensorMap w, float *partials, uint32_t *counters
-#define SIZES int T, int K, int split_tiles, int pieces
-#define ARGS (GemmArgs{x, w, partials, counters, nullptr, nullptr, nullptr, T, K, split_tiles, pieces})
+#define OPERANDS BY_VALUE TensorMap x, BY_VALUE TensorMap w, BY_VALUE TensorMap y, float *partials, uint32_t *counters
+#define SIZES int T, int K, int split_tiles, int pieces, int share_p
+#define ARGS (GemmArgs{x, w, y, partials, counters, nullptr, nullptr, nullptr, T, K, split_tiles, pieces, share_p})
 #define NAME(op, V, BLOCKS) KERNEL_OCC(GEMM_BLOCK, BLOCKS) void gemm_##op##_bf16_##V
 #define INSTANCE(...) <ProductBf16, GemmShape<__VA_ARGS__>>
 
@@ -27,19 +27,28 @@
   }
 
 // (variant, blocks a multiprocessor, its shape): qwen_raw/kernels/gemm_sm90.py has the same table.
-#define FEW16(op) op(few16, 2, true, 16, 6, 2)
-#define FEW64(op) op(few64, 2, true, 64, 4, 2)
-#define MANY128(op) op(many128, 1, false, 128, 7, 1)
-#define MANY192(op) op(many192, 1, false, 192, 5, 1)
-#define MANY224(op) op(many224, 1, false, 224, 5, 1)
-#define MANY256(op) op(many256, 1, false, 256, 4, 1)
+#define FEW16(op) op(few16, 2, true, 16, 6, 2, 1)
+#define FEW64(op) op(few64, 2, true, 64, 4, 2, 1)
+#define MANY128(op) op(many128, 1, false, 128, 6, 1, 2)
+#define MANY144(op) op(many144, 1, false, 144, 6, 1, 2)
+#define MANY192(op) op(many192, 1, false, 192, 5, 1, 2)
+#define MANY224(op) op(many224, 1, false, 224, 5, 1, 2)
+#define MANY256(op) op(many256, 1, false, 256, 4, 1, 2)
+#define CUT128(op) op(cut128, 1, false, 128, 5, 1, 0)
 #define EVERYWHERE(op) FEW16(op) FEW64(op) MANY128(op) MANY256(op)
 EVERYWHERE(ADD)
+CUT128(ADD)
 MANY192(ADD)
 MANY224(ADD)
 EVERYWHERE(STORE)
+CUT128(STORE)
 MANY192(STORE)
 MANY224(STORE)
 EVERYWHERE(SWIGLU)
-MANY192(SWIGLU)
-EVERYWHERE(QKV)
+MANY144(SWIGLU)
+MANY224(SWIGLU)
+FEW16(QKV)
+FEW64(QKV)
+MANY128(QKV)
+MANY192(QKV)
+CUT128(QKV)

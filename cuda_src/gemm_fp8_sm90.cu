@@ -9,9 +9,9 @@
 // PRECOND  K a multiple of 16, N and I of 8; HD 64 or 128. minimum arch: sm_90a
 #include "include/gemm_ops_sm90.cuh"
 
-#define OPERANDS BY_VALUE TensorMap x, BY_VALUE TensorMap w, float *partials, uint32_t *counters, const float *x_scale, const float *w_scale
-#define SIZES int T, int K, int split_tiles, int pieces
-#define ARGS(up_scale) (GemmArgs{x, w, partials, counters, x_scale, w_scale, up_scale, T, K, split_tiles, pieces})
+#define OPERANDS BY_VALUE TensorMap x, BY_VALUE TensorMap w, BY_VALUE TensorMap y, float *partials, uint32_t *counters, const float *x_scale, const float *w_scale
+#define SIZES int T, int K, int split_tiles, int pieces, int share_p
+#define ARGS(up_scale) (GemmArgs{x, w, y, partials, counters, x_scale, w_scale, up_scale, T, K, split_tiles, pieces, share_p})
 #define NAME(op, V, BLOCKS) KERNEL_OCC(GEMM_BLOCK, BLOCKS) void gemm_##op##_fp8_##V
 #define INSTANCE(...) <ProductE4m3, GemmShape<__VA_ARGS__>>
 
@@ -28,19 +28,28 @@
   }
 
 // (variant, blocks a multiprocessor, its shape): qwen_raw/kernels/gemm_sm90.py has the same table.
-#define FEW16(op) op(few16, 2, true, 16, 6, 2)
-#define FEW64(op) op(few64, 2, true, 64, 4, 2)
-#define MANY128(op) op(many128, 1, false, 128, 7, 1)
-#define MANY192(op) op(many192, 1, false, 192, 5, 1)
-#define MANY224(op) op(many224, 1, false, 224, 5, 1)
-#define MANY256(op) op(many256, 1, false, 256, 4, 1)
+#define FEW16(op) op(few16, 2, true, 16, 6, 2, 1)
+#define FEW64(op) op(few64, 2, true, 64, 4, 2, 1)
+#define MANY128(op) op(many128, 1, false, 128, 6, 1, 2)
+#define MANY144(op) op(many144, 1, false, 144, 6, 1, 2)
+#define MANY192(op) op(many192, 1, false, 192, 5, 1, 2)
+#define MANY224(op) op(many224, 1, false, 224, 5, 1, 2)
+#define MANY256(op) op(many256, 1, false, 256, 4, 1, 2)
+#define CUT128(op) op(cut128, 1, false, 128, 5, 1, 0)
 #define EVERYWHERE(op) FEW16(op) FEW64(op) MANY128(op) MANY256(op)
 EVERYWHERE(ADD)
+CUT128(ADD)
 MANY192(ADD)
 MANY224(ADD)
 EVERYWHERE(STORE)
+CUT128(STORE)
 MANY192(STORE)
 MANY224(STORE)
 EVERYWHERE(SWIGLU)
-MANY192(SWIGLU)
-EVERYWHERE(QKV)
+MANY144(SWIGLU)
+MANY224(SWIGLU)
+FEW16(QKV)
+FEW64(QKV)
+MANY128(QKV)
+MANY192(QKV)
+CUT128(QKV)

@@ -1,39 +1,79 @@
 // gemm_ops_sm90.cuh - the prefill products of include/gemm_sm90.cuh for either weight type, as their entry points call them.
 #pragma once
-#include "gemm_out_sm90.cuh"
+#include "gemm_qkv_sm90.cuh"
 
 DEVICE int tiles_of(int n, int tile) { return (n + tile - 1) / tile; }
 
 // What all entry points take. K in elements. Scales: of the tokens, of the weights' rows, of up's rows; null for bf16.
 struct GemmArgs {
-  const TensorMap &x, &w;
+  const TensorMap &x, &w, &y;  // y: the output, where it is copied in boxes
   float* partials;
   uint32_t* counters;
   const float *x_scale, *w_scale, *up_scale;
-  int T, K, split_tiles, pieces;
+  int T, K, split_tiles, pieces, share_p;
+};
+
+// What becomes of sums: scales, bias, then `out`. Many tokens: a thread's tokens' scales, and those of one or two outputs for its warpgroup, are
+// requested before the tile's products.
+template <class Product, class Shape, class Weights, class Out>
+struct GemmFinish {
+  const Scales& scales;
+  const Weights& weights;
+  const Out& out;
+  static constexpr bool AHEAD = !Shape::FEW && (Product::SCALED || Out::BIASED);
+  static constexpr int OUTPUTS = (Shape::BN + WARPGROUP - 1) / WARPGROUP;  // of a thread
+  struct Ahead {
+    float token[2], scale[OUTPUTS], bias[OUTPUTS];
+  };
+  DEVICE int output(int i) const { return int(threadIdx.x) % WARPGROUP + i * WARPGROUP; }
+  DEVICE Ahead begin(int p, int q) const {
+    Ahead a{};
+    if constexpr (AHEAD) {
+      const ManyAt<Shape> at(p, q);
+      if constexpr (Product::SCALED) a.token[0] = scales.of_token(at.token(0)), a.token[1] = scales.of_token(at.token(1));
+#pragma unroll
+      for (int i = 0; i < OUTPUTS; i++) {
+        const int c = output(i);
+        if (c >= Shape::BN) break;
+        const int row = weights.row(q, c / (Shape::BN / 2), c % (Shape::BN / 2));
+        if constexpr (Product::SCALED) a.scale[i] = scales.of_row(row);
+        if constexpr (Out::BIASED) a.bias[i] = row < scales.rows ? out.bias(row) : 0.f;
+      }
+    }
+    return a;
+  }
+  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, typename Shape::Place place, const Ahead& a, float* outputs) const {
+    if constexpr (AHEAD) {
+      meet_warpgroup();  // the last tile's have been read
+#pragma unroll
+      for (int i = 0; i < OUTPUTS; i++) {
+        const int c = output(i);
+        if (c >= Shape::BN) break;
+        if constexpr (Product::SCALED) outputs[c] = a.scale[i];
+        if constexpr (Out::BIASED) outputs[Shape::BN + c] = a.bias[i];
+      }
+      meet_warpgroup();
+    }
+    if constexpr (Product::SCALED && Shape::FEW) scale_few<Shape>(sum, scales, weights, p, q);
+    if constexpr (Product::SCALED && !Shape::FEW)
+      out(sum, p, q, ScaleMany<Shape>{outputs, a.token[0], a.token[1]}, place, outputs + Shape::BN);
+    else
+      out(sum, p, q, ScaleNothing(), place, outputs + Shape::BN);
+  }
 };
 
 // `rows` of weights.
 template <class Product, class Shape, class Weights, class Out>
 DEVICE void gemm_run(const GemmArgs& a, int rows, const Weights& weights, const Out& out) {
   const int p_rows = Shape::FEW ? rows : a.T, q_rows = Shape::FEW ? a.T : rows;
-  const GemmPlan plan{tiles_of(p_rows, GEMM_P), tiles_of(q_rows, Shape::BN), tiles_of(a.K, Product::K), a.split_tiles, a.pieces,
-                      a.partials, a.counters};
+  const GemmPlan<Shape::CLUSTER> plan{tiles_of(p_rows, GEMM_P), tiles_of(q_rows, Shape::BN), tiles_of(a.K, Product::K), a.split_tiles, a.pieces,
+                                      a.share_p != 0, Shape::CUT, a.partials, a.counters};
   const Scales scales{a.x_scale, a.w_scale, a.up_scale, a.T, rows, a.up_scale ? rows / 2 : rows};
-  const auto finish = [&](typename Shape::Sums& sum, int p, int q) {
-    if constexpr (!Product::SCALED) {
-      out(sum, p, q, ScaleNothing());
-    } else if constexpr (Shape::FEW) {
-      scale_few<Shape>(sum, scales, weights, p, q);
-      out(sum, p, q, ScaleNothing());
-    } else {
-      out(sum, p, q, ScaleMany<Shape>(scales, weights, p, q));
-    }
-  };
+  const GemmFinish<Product, Shape, Weights, Out> finish{scales, weights, out};
   if constexpr (Shape::FEW)
-    gemm_sm90<Product, Shape>(plan, weights, PlainOperand<Shape::BN>{a.x}, finish);
+    gemm_sm90<Product, Shape, Out::SLOTS>(plan, weights, PlainOperand<Shape::BN>{a.x}, finish);
   else
-    gemm_sm90<Product, Shape>(plan, PlainOperand<GEMM_P>{a.x}, weights, finish);
+    gemm_sm90<Product, Shape, Out::SLOTS>(plan, PlainOperand<GEMM_P>{a.x}, weights, finish);
 }
 
 template <class Product, class Shape, class Out>
@@ -43,37 +83,44 @@ DEVICE void gemm_plain(const GemmArgs& a, int rows, const Out& out) {
 
 template <class Product, class Shape>
 DEVICE void gemm_add(const GemmArgs& a, float* h, int N) {
-  if constexpr (Shape::FEW)
+  if constexpr (Shape::CUT)
+    gemm_plain<Product, Shape>(a, N, AddCutTile<Shape>{h, a.T, N});
+  else if constexpr (Shape::FEW)
     gemm_plain<Product, Shape>(a, N, AddFewTokens<Shape>{h, a.T, N});
   else
-    gemm_plain<Product, Shape>(a, N, AddManyTokens<Shape>{h, a.T, N});
+    gemm_plain<Product, Shape>(a, N, AddManyTokens<Shape>{a.y, a.T, N});
 }
 
 template <class Product, class Shape>
 DEVICE void gemm_store(const GemmArgs& a, bf16* c, int N) {
-  if constexpr (Shape::FEW)
+  if constexpr (Shape::CUT)
+    gemm_plain<Product, Shape>(a, N, StoreCutTile<Shape>{c, a.T, N});
+  else if constexpr (Shape::FEW)
     gemm_plain<Product, Shape>(a, N, StoreFewTokens<Shape>{c, a.T, N});
   else
-    gemm_plain<Product, Shape>(a, N, StoreManyTokens<Shape>{c, a.T, N});
+    gemm_plain<Product, Shape>(a, N, StoreManyTokens<Shape>{a.y, a.T, N});
 }
 
 // The weights: gate's rows, then up's.
 template <class Product, class Shape>
 DEVICE void gemm_swiglu(const GemmArgs& a, bf16* act, int I) {
   constexpr int ROWS = Shape::FEW ? GEMM_P : Shape::BN;
-  const PairOperand<ROWS> weights{a.w, ROWS / 2, ROWS / 2, I};
+  const PairOperand<ROWS> weights(a.w, ROWS / 2, ROWS / 2, ROWS / 2, I);
   if constexpr (Shape::FEW)
     gemm_run<Product, Shape>(a, 2 * I, weights, SwigluFewTokens<Shape>{act, a.T, I});
   else
-    gemm_run<Product, Shape>(a, 2 * I, weights, SwigluManyTokens<Shape>{act, a.T, I});
+    gemm_run<Product, Shape>(a, 2 * I, weights, SwigluManyTokens<Shape>{a.y, a.T, I});
 }
 
-// The weights: whole heads.
+// The weights: heads. The pairs of a tile that is no whole number of heads come in smaller units.
 template <class Product, class Shape>
 DEVICE void gemm_qkv(const GemmArgs& a, const QkvTarget& to) {
+  constexpr int ROWS = Shape::FEW ? GEMM_P : Shape::BN;
   const int half = 1 << to.shift, rows = to.heads() * 2 * half;
+  const int unit = ROWS / 2 % half == 0 ? half : 32;
+  const PairOperand<ROWS> weights(a.w, unit, half, 2 * half, half);
   if constexpr (Shape::FEW)
-    gemm_run<Product, Shape>(a, rows, PairOperand<GEMM_P>{a.w, half, 2 * half, half}, QkvFewTokens<Shape>{to});
+    gemm_run<Product, Shape>(a, rows, weights, QkvFewTokens<Shape>{to});
   else
-    gemm_plain<Product, Shape>(a, rows, QkvManyTokens<Shape>{to});
+    gemm_run<Product, Shape>(a, rows, weights, QkvManyTokens<Shape>{to});
 }

@@ -6,151 +6,31 @@
 //   many tokens: P = tokens, 64 for each warpgroup; Q = weights; BN is chosen so that the tiles fill the last wave too
 //   few tokens:  P = weights, in two slabs of 64; Q = all the tokens, half of them for each warpgroup: the weights are read once, and a tile
 //                is hardly wider than there are tokens
+// Clusters: two blocks work on neighbouring tiles along P, and each brings one half of the slices of Q that both need, to both; or along Q,
+// sharing P's. What an SM takes from L2 is what bounds a block of its own.
+// Trays: behind a tile's slices the producer lets SLOTS stages of the ring pass empty. The consumers write what becomes of the tile's sums
+// there, a bulk copy takes it from there to memory while they go on with the next tile, and once it is read the stage is free again.
 //
-// Tiles: numbered with P's fastest, so that blocks that run together share Q's slices in L2. The first `split_tiles`, those that would not fill
-// a wave of blocks, are cut along K into `pieces`, one for each block; the same stretch of K of all tiles at once, so that slices are shared
-// here too. A tile in pieces is summed by the last block to arrive, in the order of K: the same bits every time. Then whole tiles, wave by wave.
+// Tiles (of a cluster: CLUSTER of a block's): numbered with P's fastest, so that blocks that run together share Q's slices in L2. The first
+// `split_tiles`, those that would not fill a wave, are cut along K into `pieces`, one for each cluster; the same stretch of K of all tiles at
+// once, so that slices are shared here too. A tile in pieces is summed by the last block to arrive, in the order of K: the same bits every
+// time. Then whole tiles, wave by wave.
 // The weights' first slices are requested before griddep_wait: nothing that runs before this kernel writes them.
 //
-// grid: at most as many blocks as are resident; block: 384; dynamic shared memory: GemmRing::BYTES, a kilobyte for the barriers.
+// grid: at most as many blocks as are resident, whole clusters; block: 384; dynamic shared memory: GemmRing::BYTES, a kilobyte for the barriers.
 // bytes moved: P once for each group of tiles that run together, Q once; partial sums 128·BN·4 twice for each piece.
-// PRECOND  sm_90a; rows of whole 16 bytes; tensor maps with boxes of 128 bytes × 128 (P) or BN rows (Q), for pairs as
-//          include/gemm_operand_sm90.cuh says; what GemmPlan says
+// PRECOND  sm_90a; rows of whole 16 bytes; tensor maps with boxes of 128 bytes × 128 (P) or BN rows (Q), half of that where the cluster shares
+//          the operand, for pairs as include/gemm_operand_sm90.cuh says; what GemmPlan says
 #pragma once
-#include "gemm_operand_sm90.cuh"
-#include "vec.cuh"
-
-constexpr int GEMM_P = 128;  // rows of a tile
-constexpr int GEMM_CONSUMERS = 2 * WARPGROUP, GEMM_BLOCK = GEMM_CONSUMERS + WARPGROUP;
-constexpr int GEMM_BARRIER = 1;  // named barrier of the consumers
-
-// One instance of the kernel. BLOCKS: that a multiprocessor holds.
-template <bool FEW_TOKENS, int TILE_WIDTH, int RING_STAGES, int BLOCKS_PER_SM>
-struct GemmShape {
-  static constexpr bool FEW = FEW_TOKENS;
-  static constexpr int BN = TILE_WIDTH, STAGES = RING_STAGES, BLOCKS = BLOCKS_PER_SM;
-  // A consumer thread's sums: of each slab of 64 rows that its warpgroup multiplies, and of the columns that it multiplies it with.
-  static constexpr int SLABS = FEW ? 2 : 1, REGS = BN / 2 / SLABS;
-  using Sums = float[SLABS][REGS];
-};
-
-struct ProductBf16 {
-  static constexpr int K = 64;  // elements of a slice
-  static constexpr bool SCALED = false;
-  template <int REGS>
-  static DEVICE void add(float (&d)[REGS], uint64_t a, uint64_t b, int accumulate) { wgmma_bf16(d, a, b, accumulate); }
-};
-struct ProductE4m3 {
-  static constexpr int K = 128;
-  static constexpr bool SCALED = true;
-  template <int REGS>
-  static DEVICE void add(float (&d)[REGS], uint64_t a, uint64_t b, int accumulate) { wgmma_e4m3(d, a, b, accumulate); }
-};
-
-// PRECOND  split_tiles·pieces <= grid; pieces <= k_blocks; partials [split_tiles·pieces, 128·BN]; counters [split_tiles], 0 at first.
-struct GemmPlan {
-  int p_tiles, q_tiles, k_blocks, split_tiles, pieces;
-  float* partials;
-  uint32_t* counters;
-  DEVICE int tiles() const { return p_tiles * q_tiles; }
-  DEVICE int p(int tile) const { return tile % p_tiles; }
-  DEVICE int q(int tile) const { return tile / p_tiles; }
-};
-
-// A tile, and the slices of it that are this block's.
-struct GemmWork {
-  int tile, k0, k1;
-};
-struct GemmSchedule {
-  const GemmPlan& plan;
-  int whole;  // the next whole tile; before that, below 0, a piece
-  DEVICE explicit GemmSchedule(const GemmPlan& p) : plan(p), whole(-1) {}
-  DEVICE bool next(GemmWork& w) {
-    const int b = int(blockIdx.x);
-    if (whole < 0) {
-      whole = plan.split_tiles + b;
-      if (b < plan.split_tiles * plan.pieces) {
-        const int piece = b / plan.split_tiles;
-        w = {b % plan.split_tiles, plan.k_blocks * piece / plan.pieces, plan.k_blocks * (piece + 1) / plan.pieces};
-        return true;
-      }
-    }
-    w = {whole, 0, plan.k_blocks};
-    whole += int(gridDim.x);
-    return w.tile < plan.tiles();
-  }
-};
-
-// Shared memory: STAGES × (P's slice, Q's slice), then the barriers.
-template <class Shape>
-struct GemmRing {
-  static constexpr int STAGES = Shape::STAGES, P_BYTES = GEMM_P * SWIZZLE_ROW, STAGE_BYTES = P_BYTES + Shape::BN * SWIZZLE_ROW;
-  unsigned char* base;
-  DEVICE unsigned char* p(int stage) const { return base + stage * STAGE_BYTES; }
-  DEVICE unsigned char* q(int stage) const { return p(stage) + P_BYTES; }
-  DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(base + STAGES * STAGE_BYTES) + stage; }
-  DEVICE uint64_t* empty(int stage) const { return full(STAGES + stage); }
-  DEVICE int* last() const { return reinterpret_cast<int*>(full(2 * STAGES)); }  // a word from one consumer to all
-  DEVICE void init() const {
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < STAGES; s++) {
-        mbarrier_init(full(s), 1);
-        mbarrier_init(empty(s), GEMM_CONSUMERS / WARP);
-      }
-      mbarrier_init_fence();
-    }
-    __syncthreads();
-  }
-  // Called by every thread of a consumer warp.
-  DEVICE void release(int stage) const {
-    if (threadIdx.x % WARP == 0) mbarrier_arrive(empty(stage));
-  }
-};
-
-// The producer's position in the block's work, slice by slice.
-struct GemmCursor {
-  GemmSchedule schedule;
-  GemmWork work;
-  bool more;
-  DEVICE explicit GemmCursor(const GemmPlan& plan) : schedule(plan), work{0, 0, 0}, more(schedule.next(work)) {}
-  DEVICE void next() {
-    if (++work.k0 == work.k1) more = schedule.next(work);
-  }
-};
-
-// One thread: every slice of the block's work into the ring; of the first ones the weights before griddep_wait.
-template <class Product, class Shape, class P, class Q>
-DEVICE void gemm_produce(const GemmRing<Shape>& ring, const GemmPlan& plan, const P& p, const Q& q) {
-  const auto load_p = [&](const GemmWork& w, int s) { p.load(ring.p(s), ring.full(s), plan.p(w.tile), w.k0 * Product::K); };
-  const auto load_q = [&](const GemmWork& w, int s) { q.load(ring.q(s), ring.full(s), plan.q(w.tile), w.k0 * Product::K); };
-  GemmCursor ahead(plan), at(plan);
-  for (int s = 0; s < Shape::STAGES && ahead.more; s++, ahead.next()) {
-    mbarrier_arrive_expect_tx(ring.full(s), GemmRing<Shape>::STAGE_BYTES);
-    if (Shape::FEW)
-      load_p(ahead.work, s);
-    else
-      load_q(ahead.work, s);
-  }
-  griddep_wait();
-  RingPosition<Shape::STAGES> r;
-  for (bool first = true; at.more; at.next()) {
-    if (!first) {
-      mbarrier_wait(ring.empty(r.stage), r.parity ^ 1);
-      mbarrier_arrive_expect_tx(ring.full(r.stage), GemmRing<Shape>::STAGE_BYTES);
-    }
-    if (!first || !Shape::FEW) load_p(at.work, r.stage);
-    if (!first || Shape::FEW) load_q(at.work, r.stage);
-    r.next();
-    if (r.stage == 0) first = false;
-  }
-}
+#include "gemm_ring_sm90.cuh"
 
 // The consumers' sums over some slices of a tile.
-template <class Product, class Shape>
-DEVICE void gemm_multiply(typename Shape::Sums& sum, const GemmRing<Shape>& ring, RingPosition<Shape::STAGES>& r, int slices) {
+template <class Product, class Shape, class Trays>
+DEVICE void gemm_multiply(typename Shape::Sums& sum, const GemmRing<Shape>& ring, RingPosition<Shape::STAGES>& r, Trays& trays, int slices) {
   const int group = int(threadIdx.x) / WARPGROUP - 1;
   const int p_row = Shape::FEW ? 0 : group * 64, q_row = Shape::FEW ? group * (Shape::BN / 2) : 0;
   int before = -1;
+  const int late = slices > 1;  // by then the copies from the trays have read them
   for (int k = 0; k < slices; k++) {
     mbarrier_wait(ring.full(r.stage), r.parity);
     const uint64_t a = wgmma_tile(ring.p(r.stage) + p_row * SWIZZLE_ROW), b = wgmma_tile(ring.q(r.stage) + q_row * SWIZZLE_ROW);
@@ -162,6 +42,7 @@ DEVICE void gemm_multiply(typename Shape::Sums& sum, const GemmRing<Shape>& ring
     wgmma_commit();
     wgmma_wait<1>();  // the slice before this one has been read
     if (before >= 0) ring.release(before);
+    if (k == late) trays.finish(ring);
     before = r.stage;
     r.next();
   }
@@ -173,19 +54,20 @@ DEVICE void gemm_multiply(typename Shape::Sums& sum, const GemmRing<Shape>& ring
 
 // A piece of a tile: its sums go to memory; the block that arrives last gets the whole tile's sums. Returns whether this one did.
 template <class Shape>
-DEVICE bool gemm_combine(typename Shape::Sums& sums, const GemmPlan& plan, const GemmWork& w, int* last) {
+DEVICE bool gemm_combine(typename Shape::Sums& sums, const GemmPlan<Shape::CLUSTER>& plan, const GemmWork& w, int* last) {
   constexpr int SUMS = Shape::SLABS * Shape::REGS, BATCH = SUMS >= 64 ? 1 : 64 / SUMS;  // pieces whose sums are on their way together
   float* sum = sums[0];
   const int thread = int(threadIdx.x) - WARPGROUP, pieces = plan.pieces;
   const auto piece = [&](int i) {
-    const int64_t slot = i * plan.split_tiles + w.tile;
+    const int64_t slot = (i * plan.split_tiles + w.tile) * Shape::CLUSTER + plan.rank();
     return reinterpret_cast<float4*>(plan.partials + slot * (GEMM_P * Shape::BN)) + thread;
   };
-  float4* mine = piece(int(blockIdx.x) / plan.split_tiles);
+  float4* mine = piece(plan.cluster() / plan.split_tiles);
 #pragma unroll
   for (int i = 0; i < SUMS / 4; i++) mine[i * GEMM_CONSUMERS] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
   named_barrier(GEMM_BARRIER, GEMM_CONSUMERS);
-  if (thread == 0) *last = atom_inc_acq_rel_gpu(plan.counters + w.tile, uint32_t(pieces - 1)) == uint32_t(pieces - 1);
+  uint32_t* counter = plan.counters + w.tile * Shape::CLUSTER + plan.rank();
+  if (thread == 0) *last = atom_inc_acq_rel_gpu(counter, uint32_t(pieces - 1)) == uint32_t(pieces - 1);
   named_barrier(GEMM_BARRIER, GEMM_CONSUMERS);
   if (!*last) return false;
 #pragma unroll
@@ -208,25 +90,97 @@ DEVICE bool gemm_combine(typename Shape::Sums& sums, const GemmPlan& plan, const
   return true;
 }
 
-// The whole kernel. out(sum, p_tile, q_tile): what becomes of a tile's sums, which it may change; called by the consumers, all threads of a warp together.
-template <class Product, class Shape, class P, class Q, class Out>
-DEVICE void gemm_sm90(const GemmPlan& plan, const P& p, const Q& q, const Out& out) {
+// A tile that a cluster has cut is finished by all its blocks: of the four units of its sums (column halves × row halves) each owns some, gets
+// the others' sums of these, and adds them in the order of K. Returns a bit for each unit that this block owns: 2·half + i of the sums.
+template <class Shape>
+DEVICE int gemm_owner(int unit, int pieces) { return unit * pieces / 4; }
+// Pair k of a unit's sums. Halves are of every eight column tiles, so that both dimensions that RoPE turns are in one; or of all.
+template <class Shape>
+DEVICE int gemm_unit_sum(int half, int i, int k) {
+  constexpr int TILES = Shape::BN / 8;
+  return 4 * (TILES % 8 ? half * (TILES / 2) + k : k / 4 * 8 + half * 4 + k % 4) + 2 * i;
+}
+template <class Shape>
+DEVICE uint32_t gemm_exchange(typename Shape::Sums& sums, const GemmRing<Shape>& ring, int pieces) {
+  static_assert(Shape::SLABS == 1 && Shape::REGS % 16 == 0, "units are of whole packs");
+  constexpr int PACKS = Shape::REGS / 16;  // of four sums, in a unit
+  float* sum = sums[0];
+  const int thread = int(threadIdx.x) - WARPGROUP, rank = int(blockIdx.x) % pieces;
+  // Of an owner's `local` unit, what the block with piece `other` of the others brings.
+  const auto slot = [&](int local, int other, int k) {
+    return reinterpret_cast<float4*>(ring.sums()) + ((local * (pieces - 1) + other) * PACKS + k) * GEMM_CONSUMERS + thread;
+  };
+  const auto pack = [&](int unit, int k) {
+    const int a = gemm_unit_sum<Shape>(unit / 2, unit % 2, 2 * k), b = gemm_unit_sum<Shape>(unit / 2, unit % 2, 2 * k + 1);
+    return make_float4(sum[a], sum[a + 1], sum[b], sum[b + 1]);
+  };
+  const int first = (4 * rank + pieces - 1) / pieces;  // unit that this block owns
+  int owned = 0;
+#pragma unroll
+  for (int u = 0; u < 4; u++) owned += gemm_owner<Shape>(u, pieces) == rank;
+  if (thread == 0) push_expect(ring.pushed(), uint32_t(owned * (pieces - 1) * PACKS * GEMM_CONSUMERS * sizeof(float4)));
+  cluster_wait();  // all blocks have begun
+#pragma unroll
+  for (int u = 0; u < 4; u++) {
+    const int owner = gemm_owner<Shape>(u, pieces), local = u - (4 * owner + pieces - 1) / pieces;
+    if (owner == rank) continue;
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) push_f4(slot(local, rank - (rank > owner), k), uint32_t(owner), pack(u, k), ring.pushed());
+  }
+  const uint64_t begin = global_timer_ns();
+  while (!push_arrived(ring.pushed()))
+    if (global_timer_ns() - begin > 2000000000ull) trap();
+  uint32_t mask = 0;
+#pragma unroll
+  for (int u = 0; u < 4; u++) {
+    if (gemm_owner<Shape>(u, pieces) != rank) continue;
+    mask |= 1u << u;
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+      const float4 own = pack(u, k);
+      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int piece = 0; piece < pieces; piece++) {
+        const float4 part = piece == rank ? own : *slot(u - first, piece - (piece > rank), k);
+        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+      }
+      const int a = gemm_unit_sum<Shape>(u / 2, u % 2, 2 * k), b = gemm_unit_sum<Shape>(u / 2, u % 2, 2 * k + 1);
+      sum[a] = total.x, sum[a + 1] = total.y, sum[b] = total.z, sum[b + 1] = total.w;
+    }
+  }
+  return mask;
+}
+
+// The whole kernel. out(sum, p_tile, q_tile, place, ahead, outputs): what becomes of a tile's sums, which it may change; called by the consumers,
+// all threads of a warpgroup together. place: a tray, GemmTrays::BYTES of the warpgroup's own, thread 0 of the warpgroup starts the copies from
+// there; or the units of a cut tile. ahead: what out.begin(p_tile, q_tile) has requested before the tile's products, so that nobody waits for it.
+template <class Product, class Shape, int SLOTS, class P, class Q, class Out>
+DEVICE void gemm_sm90(const GemmPlan<Shape::CLUSTER>& plan, const P& p, const Q& q, const Out& out) {
+  static_assert(Shape::STAGES >= SLOTS + 2, "the next tile's first two slices are multiplied before trays are given back");
   DYN_SHARED_TILES(unsigned char, memory);
   const GemmRing<Shape> ring{memory};
   ring.init();
   griddep_launch();
   if (threadIdx.x < WARPGROUP) {
     register_decrease<Shape::BLOCKS == 1 ? 40 : 48>();
-    if (threadIdx.x == 0) gemm_produce<Product, Shape>(ring, plan, p, q);
+    if (threadIdx.x == 0) gemm_produce<Product, Shape, SLOTS>(ring, plan, p, q);
   } else {
     register_increase<Shape::BLOCKS == 1 ? 232 : 96>();
     griddep_wait();
-    GemmSchedule schedule(plan);
+    GemmSchedule<Shape::CLUSTER> schedule(plan);
     RingPosition<Shape::STAGES> r;
+    GemmTrays<Shape, SLOTS> trays;
+    float* outputs = ring.outputs(int(threadIdx.x) / WARPGROUP - 1);
     typename Shape::Sums sum;
     for (GemmWork w; schedule.next(w);) {
-      gemm_multiply<Product, Shape>(sum, ring, r, w.k1 - w.k0);
-      if (w.k1 - w.k0 == plan.k_blocks || gemm_combine<Shape>(sum, plan, w, ring.last())) out(sum, plan.p(w.tile), plan.q(w.tile));
+      const auto ahead = out.begin(w.p, w.q);
+      gemm_multiply<Product, Shape>(sum, ring, r, trays, w.k1 - w.k0);
+      unsigned char* tray = trays.take(ring, r);
+      if constexpr (Shape::CUT) {
+        const uint32_t units = gemm_exchange<Shape>(sum, ring, plan.pieces);
+        out(sum, w.p, w.q, units, ahead, outputs);
+        return;
+      } else if (w.k1 - w.k0 == plan.k_blocks || gemm_combine<Shape>(sum, plan, w, ring.last())) out(sum, w.p, w.q, tray, ahead, outputs);
     }
+    trays.finish(ring);
   }
 }

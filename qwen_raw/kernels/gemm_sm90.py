@@ -11,7 +11,7 @@ from qwen_raw.errors import QwenRawError, require
 from qwen_raw.kernels.kv_cache import cache_args
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear, check_span
 
-THREADS, P_ROWS, ROW_BYTES = 384, 128, 128  # as in include/gemm_sm90.cuh
+THREADS, P_ROWS, ROW_BYTES, BOX_ROWS = 384, 128, 128, 64  # as in include/gemm_sm90.cuh
 MAX_SPLIT_TILES, MOST_PIECES = 4096, 16
 ARCH = "sm_90a"
 
@@ -25,17 +25,35 @@ class Variant:
     BN: int
     stages: int
     blocks: int  # a multiprocessor holds
+    cluster: int = 1  # blocks that share slices; 0: a cluster of as many blocks as a tile has pieces, which it cuts
     slice_us: float = 0.0  # that a tile's slice takes where all multiprocessors are busy, on an H200
 
     @property
     def smem(self) -> int:
-        """Bytes of dynamic shared memory: the ring, and a kilobyte with its barriers."""
-        return self.stages * (P_ROWS + self.BN) * ROW_BYTES + 1024
+        """Bytes of dynamic shared memory: the ring, its barriers, what outputs need, a tile's sums where it is cut."""
+        sums = 0 if self.cluster else P_ROWS * self.BN * 4
+        outputs = -(-16 * self.BN // 1024) * 1024
+        return self.stages * (P_ROWS + self.BN) * ROW_BYTES + 1024 + outputs + sums
+
+    def _tiles(self, T: int, rows: int) -> tuple[int, int]:
+        """Tiles of P with a cluster's as one, times tiles of Q; and the other way round."""
+        p, q = (rows, T) if self.few else (T, rows)
+        p, q = -(-p // P_ROWS), -(-q // self.BN)
+        n = self.cluster or 1
+        return -(-p // n) * q, p * -(-q // n)
 
     def tiles(self, T: int, rows: int) -> int:
-        """Tiles of a product of T tokens with `rows` rows of weights (pairs counted twice)."""
-        p, q = (rows, T) if self.few else (T, rows)
-        return -(-p // P_ROWS) * -(-q // self.BN)
+        """A cluster's tiles in a product of T tokens with `rows` rows of weights (pairs counted twice)."""
+        return min(self._tiles(T, rows))
+
+    def share_p(self, T: int, rows: int) -> bool:
+        """Whether a cluster's blocks are neighbours along Q and share P's slices: where that leaves fewer tiles."""
+        along_p, along_q = self._tiles(T, rows)
+        return along_q < along_p
+
+    def clusters(self, sm_count: int) -> int:
+        """That are on the device together."""
+        return self.blocks * sm_count // (self.cluster or 1)
 
 
 VARIANTS = {
@@ -43,26 +61,31 @@ VARIANTS = {
     for v in (
         Variant("few16", True, 16, 6, 2),
         Variant("few64", True, 64, 4, 2),
-        Variant("many128", False, 128, 7, 1, 0.44),
-        Variant("many192", False, 192, 5, 1, 0.54),
-        Variant("many224", False, 224, 5, 1, 0.6),
-        Variant("many256", False, 256, 4, 1, 0.67),
+        Variant("cut128", False, 128, 5, 1, 0, 0.42),
+        Variant("many128", False, 128, 6, 1, 2, 0.42),
+        Variant("many144", False, 144, 6, 1, 2, 0.44),
+        Variant("many192", False, 192, 5, 1, 2, 0.56),
+        Variant("many224", False, 224, 5, 1, 2, 0.66),
+        Variant("many256", False, 256, 4, 1, 2, 0.69),
     )
 }
 # Which of them an operation has.
 FEW = ("few16", "few64")
+LONG = 8  # waves from which on the last one is left as it is
+CUT_CLUSTERS = {2: 66, 3: 36, 4: 28}  # of so many blocks, that an H200 is known to hold together
+CUTS = tuple(CUT_CLUSTERS)
 _EVERYWHERE = (*FEW, "many128", "many256")
 OPERATIONS = {
-    "qkv": _EVERYWHERE,
-    "add": (*_EVERYWHERE, "many192", "many224"),
-    "store": (*_EVERYWHERE, "many192", "many224"),
-    "swiglu": (*_EVERYWHERE, "many192"),
+    "qkv": (*FEW, "many128", "many192", "cut128"),
+    "add": (*_EVERYWHERE, "many192", "many224", "cut128"),
+    "store": (*_EVERYWHERE, "many192", "many224", "cut128"),
+    "swiglu": (*_EVERYWHERE, "many144", "many224"),
 }
 
 
-def most_pieces(rest: int, blocks: int, slices: int) -> int:
-    """Into how many pieces the tiles that do not fill a wave of blocks can be cut, so that no block has two."""
-    return max(1, min(blocks // rest, slices, MOST_PIECES)) if rest else 1
+def most_pieces(rest: int, clusters: int, slices: int) -> int:
+    """Into how many pieces the tiles that do not fill a wave of clusters can be cut, so that no cluster has two."""
+    return max(1, min(clusters // rest, slices, MOST_PIECES)) if rest else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +110,45 @@ class Workspace:
         return Workspace(dev.empty((most,), F32), dev.zeros((MAX_SPLIT_TILES,), U32))
 
 
-def choose(op: str, T: int, rows: int, slices: int, sm_count: int) -> Choice:
-    """The fastest by a model of the measured times (docs/prefill.md); few tokens take the narrowest tile for them.
+def cut_pieces(tiles: int, slices: int) -> int:
+    """Into how many pieces clusters can cut all tiles and be on the device together; 1: they cannot."""
+    return max((n for n, most in CUT_CLUSTERS.items() if tiles <= most and n <= slices), default=1)
 
-    `rows`: of weights, pairs counted twice; `slices`: of 128 bytes in K.
+
+def choose(op: str, T: int, rows: int, slices: int, sm_count: int, HD: int = 128) -> Choice:
+    """The fastest by a model of times measured on an H200 (docs/prefill.md); few tokens take the narrowest tile.
+
+    `rows`: of weights, pairs counted twice; `slices`: of 128 bytes in K; HD: of heads, where they matter.
     """
     few = [VARIANTS[name] for name in OPERATIONS[op] if name in FEW and VARIANTS[name].BN >= T]
     if few:
         return Choice(few[0], MOST_PIECES)
+    end = 5.0 if op == "add" else 3.0  # what becomes of a tile's sums
 
     def us(choice: Choice) -> float:
         v = choice.variant
-        waves, rest = divmod(v.tiles(T, rows), v.blocks * sm_count)
-        end = v.BN * (0.03 if op == "add" else 0.016)  # what becomes of the sums
-        time = waves * (slices * v.slice_us + end)
+        # One tile of tokens: weights come no faster than memory gives them.
+        slice_us = v.slice_us if T > P_ROWS else max(v.slice_us, v.BN * ROW_BYTES * sm_count / 4.2e6)
+        if not v.cluster:
+            return slices / choice.pieces * slice_us + end + 2
+        waves, rest = divmod(v.tiles(T, rows), v.clusters(sm_count))
+        time = waves * (slices * slice_us + end)
         if rest:
-            time += slices / choice.pieces * v.slice_us + end
+            time += slices / choice.pieces * slice_us + end
         if choice.pieces > 1:
-            time += 4 + choice.pieces * v.BN / 128  # partial sums to memory and back
+            time += 4 + choice.pieces * v.BN / 64  # partial sums to memory and back
         return time
 
     candidates = []
     for name in OPERATIONS[op]:
         v = VARIANTS[name]
-        blocks = v.blocks * sm_count
-        if name not in FEW:
-            most = most_pieces(v.tiles(T, rows) % blocks, blocks, slices)
+        tiles, clusters = v.tiles(T, rows), v.clusters(sm_count)
+        if not v.cluster:
+            pieces = cut_pieces(tiles, slices)
+            if pieces > 1 and (op != "qkv" or HD == 128):
+                candidates.append(Choice(v, pieces))
+        elif name not in FEW:
+            most = most_pieces(tiles % clusters, clusters, slices) if tiles < LONG * clusters else 1
             candidates += [Choice(v, n) for n in sorted({1, most})]
     return min(candidates, key=us)
 
@@ -214,32 +250,47 @@ class GemmSm90:
             scales = [b for b in (x.scale, *(w.scale for w in weights)) if b is not None]
             check_buffer(scales[0], (T,), F32, "the tokens' scale")
         slices = -(-K * x.values.dtype.itemsize // ROW_BYTES)
-        choice = choice or choose(op, T, rows, slices, dev.sm_count)
-        v, blocks = choice.variant, choice.variant.blocks * dev.sm_count
+        HD = outputs[0].shape[2] if op == "qkv" else 128
+        choice = choice or choose(op, T, rows, slices, dev.sm_count, HD)
+        v, clusters = choice.variant, choice.variant.clusters(dev.sm_count)
         if v.name not in OPERATIONS[op] or (v.few and T > v.BN):
             raise QwenRawError(f"gemm_{op} for {T} tokens does not have the variant {v.name}")
-        tiles = v.tiles(T, rows)
-        rest = tiles % blocks
-        pieces = min(choice.pieces, most_pieces(rest, blocks, slices))
-        split = rest if pieces > 1 and rest <= MAX_SPLIT_TILES else 0
-        w_tile = P_ROWS if v.few else v.BN
-        x_box = v.BN if v.few else P_ROWS
-        w_box = w_tile
+        tiles, share_p = v.tiles(T, rows), v.share_p(T, rows)
+        if v.cluster:
+            rest = tiles % clusters
+            pieces = min(choice.pieces, most_pieces(rest, clusters, slices))
+            split = rest if pieces > 1 and rest * v.cluster <= MAX_SPLIT_TILES else 0
+            grid = v.cluster * min(clusters, tiles - split + split * pieces)
+        else:
+            legal = choice.pieces in CUTS and choice.pieces <= slices
+            require(legal, f"{v.name} in {choice.pieces} pieces of {slices} slices: a cluster cuts a tile in {CUTS}")
+            require(HD == 128, f"{v.name} takes heads of 128 dimensions")
+            pieces, split, grid = choice.pieces, tiles, tiles * choice.pieces
+        w_box, x_box = (P_ROWS, v.BN) if v.few else (v.BN, P_ROWS)
         if op == "swiglu":
-            w_box = w_tile // 2
-        elif op == "qkv" and v.few:
-            w_box = outputs[0].shape[2] // 2
+            w_box //= 2
+        elif op == "qkv":  # pairs, in the largest units of which a tile has a whole number
+            w_box = HD // 2 if w_box // 2 % (HD // 2) == 0 else 32
+        elif v.cluster > 1 and not share_p:
+            w_box //= v.cluster
+        if share_p:
+            x_box //= v.cluster
         x_map = _rows(dev, [x.values], x_box)
         w_map = _rows(dev, [w.weight for w in weights], w_box)
-        grid = min(blocks, tiles - split + split * pieces)
-        args: list[Arg] = [*outputs, x_map, w_map, self.workspace.partials, self.workspace.counters, *scales, *more]
-        args += [np.int32(n) for n in (*dims, T, K, split, pieces)]
+        y_map = (
+            w_map if v.few or op == "qkv" or not v.cluster else _rows(dev, outputs, BOX_ROWS)
+        )  # the others store by themselves
+        workspace = self.workspace
+        args: list[Arg] = [*outputs, x_map, w_map, y_map, workspace.partials, workspace.counters, *scales, *more]
+        args += [np.int32(n) for n in (*dims, T, K, split, pieces, share_p)]
         kernel = dev.kernel(self.stem, f"gemm_{op}_{'fp8' if self.fp8 else 'bf16'}_{v.name}")
-        dev.launch(kernel, (grid, 1, 1), (THREADS, 1, 1), args, smem=v.smem, pdl=self.pdl)
+        size = v.cluster or pieces
+        cluster = (size, 1, 1) if size > 1 else None
+        dev.launch(kernel, (grid, 1, 1), (THREADS, 1, 1), args, smem=v.smem, pdl=self.pdl, cluster=cluster)
 
 
 def _rows(dev: Device, matrices: list[Buffer], box: int) -> TensorMap:
-    """Boxes of slices of `box` rows, of matrices that follow each other in memory."""
+    """Boxes of 128 bytes of `box` rows, of matrices that follow each other in memory."""
     K, item = matrices[0].shape[1], matrices[0].dtype.itemsize
     shape = BoxShape((K, sum(m.shape[0] for m in matrices)), (K * item,), (ROW_BYTES // item, box))
     return dev.tensor_map(matrices, shape)

@@ -10,11 +10,12 @@ import pytest
 from kernel_reference import POISON, assert_close, bf16_input, make_linear, rotate, silu
 
 from loaders.dtypes import bf16_to_f32, e4m3_to_f32, quantize_rows_e4m3
-from qwen_raw.device import BF16, F32
+from qwen_raw.device import BF16, E4M3, F32
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90
-from qwen_raw.kernels.gemm_sm90 import ARCH, OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens, choose, most_pieces
+from qwen_raw.kernels.gemm_sm90 import ARCH, CUTS, OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens, choose, most_pieces
 from qwen_raw.kernels.linear import Linear
+from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 E4M3_CUT = 2.0**-9  # of the largest result: an e4m3 tensor core keeps about 14 bits of a sum (docs/prefill.md)
 
@@ -42,7 +43,11 @@ def tokens(dev: Any, rng: np.random.Generator, T: int, K: int, fp8: bool) -> tup
 
 def cases(op: str) -> list[Any]:
     """Every variant of an operation; each with whole tiles, and with all of them cut along K."""
-    return [pytest.param(name, split, id=f"{name}-{split}") for name in OPERATIONS[op] for split in (1, 99)]
+    return [
+        pytest.param(name, split, id=f"{name}-{split}")
+        for name in OPERATIONS[op]
+        for split in ((1, 99) if VARIANTS[name].cluster else CUTS)
+    ]
 
 
 def sizes(name: str, tokens: int | None = None) -> int:
@@ -52,7 +57,7 @@ def sizes(name: str, tokens: int | None = None) -> int:
 
 
 # 8 short of whole tiles of every width; K with a tail within a slice.
-N, K = 440, 272
+N, K = 440, 400
 
 
 @pytest.mark.parametrize(("name", "split"), cases("add"))
@@ -108,7 +113,9 @@ def test_swiglu(dev: Any, rng: np.random.Generator, gemm: GemmSm90, name: str, s
 def test_qkv(
     dev: Any, rng: np.random.Generator, gemm: GemmSm90, name: str, split: int, H: int, KV: int, HD: int
 ) -> None:
-    T, pos0, half, columns = sizes(name), 3, HD // 2, 144
+    if not VARIANTS[name].cluster and HD != 128:
+        pytest.skip("tiles that clusters cut have heads of 128")
+    T, pos0, half, columns = sizes(name), 3, HD // 2, 144 if VARIANTS[name].cluster else K
     max_len = T + 6
     w, W = make_linear(dev, rng, (H + 2 * KV) * HD, columns, gemm.fp8)
     x, X = tokens(dev, rng, T, columns, gemm.fp8)
@@ -162,6 +169,42 @@ def test_pieces_of_every_size(dev: Any, rng: np.random.Generator, gemm: GemmSm90
         np.testing.assert_array_equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("T", [128, 512, 2048])
+def test_real_shapes_one_behind_the_other(dev: Any, gemm: GemmSm90, T: int) -> None:
+    """7B's shapes on a GPU, many dependent launches: what is chosen gives what the plainest variant gives."""
+    if dev.kind != "cuda":
+        pytest.skip("large products: on a GPU only")
+    D, I, H, KV, HD = 3584, 18944, 28, 4, 128  # noqa: E741
+    plain = Choice(VARIANTS["many128"])
+    x = dev.empty((T, D), E4M3 if gemm.fp8 else BF16)
+    w = dev.empty((2 * I, D), E4M3 if gemm.fp8 else BF16)
+    for seed, buffer in enumerate((x, w)):
+        if gemm.fp8:
+            synthetic_e4m3(dev, buffer, seed, 1)
+        else:
+            synthetic_bf16(dev, buffer, seed, 1, 1.0 - 0.98 * seed)
+    ones = dev.array(np.full(2 * I, 1e-2, np.float32))
+    tokens = Tokens(x, ones.view((T,)) if gemm.fp8 else None)
+
+    def rows(first: int, n: int) -> Linear:
+        return Linear(w.view((n, D), first * D), ones.view((n,), first) if gemm.fp8 else None)
+
+    bias, rope = dev.zeros((2 * I,), F32), dev.array(np.ones((T, HD // 2, 2), np.float32))
+    span = dev.array(np.array([0, T], np.int32))
+    results = []
+    for choice, launches in ((None, 40), (plain, 1)):
+        h, act = dev.zeros((T, D), F32), dev.zeros((T, I), BF16)
+        q, k, v = (dev.zeros(shape, BF16) for shape in ((T, H, HD), (KV, T, HD), (KV, T, HD)))
+        for _ in range(launches):
+            heads = rows(0, (H + 2 * KV) * HD)
+            gemm.qkv(dev, q, k, v, tokens, heads, bias.view((heads.N,)), rope, span, choice)
+            gemm.swiglu(dev, act, tokens, rows(0, I), rows(I, I), choice)
+            gemm.add(dev, h, tokens, rows(0, D), choice)
+        results.append([h.download() / launches, *(bf16_to_f32(b.download()) for b in (act, q, k, v))])
+    for got, want, what in zip(*results, ("h", "act", "q", "k", "v"), strict=True):
+        assert_close(got, want, rel=2e-2 if gemm.fp8 else 8e-3, what=what)
+
+
 def test_most_pieces() -> None:
     assert [most_pieces(rest, 132, 56) for rest in (0, 1, 28, 66, 67, 131)] == [1, 16, 4, 2, 1, 1]
 
@@ -177,7 +220,12 @@ def test_choices_are_legal() -> None:
     # What was fastest where it was measured.
     assert choose("add", 2048, 3584, 56, 132).variant.name == "many224"
     assert choose("add", 2048, 8192, 64, 132).variant.name == "many256"
-    assert choose("add", 128, 3584, 296, 132) == Choice(VARIANTS["many128"], 4)
+    assert choose("add", 128, 3584, 296, 132) == Choice(VARIANTS["cut128"], 4)
+    assert choose("add", 128, 8192, 116, 132) == Choice(VARIANTS["cut128"], 2)
+    assert choose("qkv", 128, 4608, 56, 132) == Choice(VARIANTS["cut128"], 3)
+    assert choose("qkv", 2048, 5120, 64, 132) == Choice(VARIANTS["many192"], 3)
+    assert choose("swiglu", 128, 29568, 128, 132).variant.name == "many224"
+    assert choose("qkv", 128, 4608, 56, 132, HD=64).variant.name == "many128"
     assert choose("swiglu", 2048, 37888, 56, 132).variant.name == "many256"
     assert choose("add", 16, 3584, 56, 132).variant.name == "few16"
 
