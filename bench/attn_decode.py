@@ -154,7 +154,8 @@ def main() -> int:
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)
     print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")
-    rows, seen = [], set()
+    rows: list[dict[str, Any]] = []
+    seen, env = set(), environment(dev, a.commit)
     for size in a.model:
         for tp in a.tp:
             c = SIZES[size]
@@ -165,7 +166,7 @@ def main() -> int:
             for context, tokens, kv in product(a.context, a.tokens, a.kv_cache_dtype):
                 case = Case(dev, *heads, context, tokens, kv)
                 rows += measure(case, {"model": size, "tp": tp}, case.splits(a.cluster, a.keys), ceiling)
-    save("attn_decode", environment(dev, a.commit), rows, a.output)
+                save("attn_decode", env, rows, a.output)  # after each case: a run may be cut off
     dev.close()
     return 0
 
