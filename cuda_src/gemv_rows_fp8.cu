@@ -10,27 +10,27 @@
 #include "include/gemv_rows.cuh"
 
 #define ROWS_PLAIN(TOKENS)                                                                                            \
-  KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_add_fp8_m##TOKENS(float* h,           /* [M, N] in place */                     \
+  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : 2) void gemv_rows_add_fp8_m##TOKENS(float* h,           /* [M, N] in place */                     \
                                                         const bf16* x,      /* [M, K] */                              \
                                                         const e4m3* w,      /* [N, K] */                              \
                                                         const float* scale, /* [N] */                                 \
                                                         ROWS_SPLIT, int N, int M, int K) {              \
     DYN_SHARED(float, shared);                                                                                        \
-    rows_add<MmaE4m3, TOKENS>(h, x, w, scale, {ws, counters, S, K_block, G}, N, M, K, shared);                                                \
+    rows_add<MmaE4m3, TOKENS>(h, x, w, scale, {ws, counters, S, K_block, G, together}, N, M, K, shared);                                                \
   }                                                                                                                   \
-  KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_store_fp8_m##TOKENS(bf16* y,            /* [M, N] */                            \
+  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : 2) void gemv_rows_store_fp8_m##TOKENS(bf16* y,            /* [M, N] */                            \
                                                           const bf16* x,      /* [M, K] */                            \
                                                           const e4m3* w,      /* [N, K] */                            \
                                                           const float* scale, /* [N] */                               \
                                                           ROWS_SPLIT, int N, int M, int K) {            \
     DYN_SHARED(float, shared);                                                                                        \
-    rows_store<MmaE4m3, TOKENS>(y, x, w, scale, {ws, counters, S, K_block, G}, N, M, K, shared);                                              \
+    rows_store<MmaE4m3, TOKENS>(y, x, w, scale, {ws, counters, S, K_block, G, together}, N, M, K, shared);                                              \
   }
 ROWS_PLAIN(8)
 ROWS_PLAIN(16)
 
 #define ROWS_NORMED(TOKENS)                                                                                                       \
-  KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_swiglu_fp8_m##TOKENS(bf16* act,           /* [M, I] */                                      \
+  KERNEL_OCC(ROWS_THREADS, 2) void gemv_rows_swiglu_fp8_m##TOKENS(bf16* act,           /* [M, I] */                                      \
                                                            const float* h,      /* [M, K] residual stream */                      \
                                                            const bf16* g,       /* [K] RMSNorm weight */                          \
                                                            const e4m3* w_gate,  /* [I, K] */                                      \
@@ -39,9 +39,9 @@ ROWS_PLAIN(16)
                                                            const float* s_up,   /* [I] */                                         \
                                                            ROWS_SPLIT, int I, int M, int K, float eps) {            \
     DYN_SHARED(float, shared);                                                                                                    \
-    rows_swiglu<MmaE4m3, TOKENS>(act, h, g, w_gate, s_gate, w_up, s_up, {ws, counters, S, K_block, G}, I, M, K, eps, shared);                             \
+    rows_swiglu<MmaE4m3, TOKENS>(act, h, g, w_gate, s_gate, w_up, s_up, {ws, counters, S, K_block, G, together}, I, M, K, eps, shared);                             \
   }                                                                                                                               \
-  KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_qkv_fp8_m##TOKENS(bf16* q,            /* [M, H, HD] */                                      \
+  KERNEL_OCC(ROWS_THREADS, 2) void gemv_rows_qkv_fp8_m##TOKENS(bf16* q,            /* [M, H, HD] */                                      \
                                                         void* k_cache,      /* of this layer: include/kv_cache.cuh */             \
                                                         void* v_cache,                                                            \
                                                         uint8_t* fine,                                                            \
@@ -56,7 +56,7 @@ ROWS_PLAIN(16)
                                                         int M, int K, float eps) {                                                \
     DYN_SHARED(float, shared);                                                                                                    \
     const KvCache cache{k_cache, v_cache, fine, e4m3, KV, max_len};                                                               \
-    rows_qkv<MmaE4m3, TOKENS>(q, cache, h, g, w, scale, bias, rope, pos, {ws, counters, S, K_block, G}, H, log_half, M, K, eps, shared); \
+    rows_qkv<MmaE4m3, TOKENS>(q, cache, h, g, w, scale, bias, rope, pos, {ws, counters, S, K_block, G, together}, H, log_half, M, K, eps, shared); \
   }
 ROWS_NORMED(4)
 ROWS_NORMED(8)

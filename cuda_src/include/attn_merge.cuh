@@ -3,6 +3,7 @@
 //   o = Σ 2^(m_i - m)·o_i,   l = Σ 2^(m_i - m)·l_i,   m = max m_i;   the output is o / l
 #pragma once
 #include "attn_keys.cuh"
+#include "push.cuh"
 
 // Four neighbouring dimensions of one row.
 struct Partial {
@@ -90,7 +91,3 @@ DEVICE uint32_t not_hole(float f) {
   return w == HOLE ? 0x7fffffffu : w;
 }
 DEVICE uint32_t largest(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }  // HOLE if a word is
-// One more look at stores that are on their way: their threads wait for nothing, so a second without them is a fault.
-DEVICE void look_again(uint32_t& looks) {
-  if (++looks == 1u << 23) trap();
-}

@@ -61,7 +61,10 @@ constexpr int ROWS_THREADS = 256;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 constexpr int ROWS_ROUND_M8 = 4, ROWS_ROUND_M16 = 2, ROWS_SUMS = 1;
 #else
-constexpr int ROWS_ROUND_M8 = 8, ROWS_ROUND_M16 = 8, ROWS_SUMS = 4;
+constexpr int ROWS_ROUND_M8 = 4, ROWS_ROUND_M16 = 4, ROWS_SUMS = 4;
+#endif
+#ifndef ROWS_RING
+#define ROWS_RING 4
 #endif
 
 // TOKENS: columns are made for so many, 4 (two parts), 8 or 16. PARTS: of x, 1 or 2.
@@ -69,10 +72,11 @@ template <class W_, int PARTS, int TOKENS>
 struct RowsMma {
   using W = W_;
   static constexpr int NT = PARTS * TOKENS / 8;              // tiles of eight columns
-  static constexpr int X_REGISTERS = TOKENS == 4 ? 64 : 128;  // of a lane, for its part of x: more spill
+  // Of a lane, for its part of x: two blocks a multiprocessor have 128 registers a thread.
+  static constexpr int X_REGISTERS = PARTS == 1 && TOKENS == 16 ? 128 : TOKENS == 4 ? 32 : 64;
   static constexpr int C = X_REGISTERS / 2 / NT / W::STEPS;   // packs of a row that a lane multiplies
   static constexpr int STAGES = C / 2;                       // of a tile: two packs a lane and row, a line
-  static constexpr int RING = 8;                             // stages on their way
+  static constexpr int RING = ROWS_RING;                     // stages on their way
   static constexpr int AHEAD = RING > STAGES ? RING / STAGES : 1;  // tiles that the requests run ahead
   static constexpr int RING_BYTES = RING * 64;               // of shared memory, a thread
   static constexpr int STRETCH = 4 * W::PACK;                // what the four lanes of a row multiply at once
@@ -138,7 +142,7 @@ struct RowsMma {
   // x [M, K] bf16 into operands. After griddep_wait.
   DEVICE void input(const bf16* src, int M, int K) {
     const uint32_t never = gridDim.z - 1;
-    constexpr int EIGHTS = C * W::PACK / 8, ROUND = W::SCALED ? 4 : EIGHTS;
+    constexpr int EIGHTS = C * W::PACK / 8, ROUND = W::SCALED ? EIGHTS < 8 ? EIGHTS : 8 : EIGHTS;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
       const bf16* row = src + int64_t(token(i)) * K + k;
@@ -187,7 +191,7 @@ struct RowsMma {
   // lane's share of Σ h².
   DEVICE void normed(float (&squares)[OWN], const float* h, const bf16* weight, int M, int K) {
     const uint32_t never = gridDim.z - 1;
-    constexpr int EIGHTS = C * W::PACK / 8, MOST = W::SCALED || TOKENS == 4 ? 8 : TOKENS == 8 ? ROWS_ROUND_M8 : ROWS_ROUND_M16;
+    constexpr int EIGHTS = C * W::PACK / 8, MOST = TOKENS == 4 ? 4 : TOKENS == 8 ? ROWS_ROUND_M8 : ROWS_ROUND_M16;
     constexpr int ROUND = EIGHTS < MOST ? EIGHTS : MOST;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
@@ -229,9 +233,10 @@ struct RowsMma {
   // One tile, whose first slot is `base`: the products of `now`, while stages of `next` (or of this one) are requested; the warp's sums into
   // part[token][row].
   DEVICE void tile(int base, const Aim& now, const Aim& next, float* part) {
-    float c[NT][4];
+    constexpr int CHAINS = NT == 1 ? 2 : 1;  // an instruction waits for the one before it in its chain
+    float c[CHAINS * NT][4];
 #pragma unroll
-    for (int n = 0; n < NT; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
+    for (int n = 0; n < CHAINS * NT; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
       const int slot = RING > STAGES ? base + i : i % RING;
@@ -245,7 +250,7 @@ struct RowsMma {
           uint32_t a[4];
           W::operand(a, r0, r1, s);
 #pragma unroll
-          for (int n = 0; n < NT; n++) W::mma(c[n], a, x[2 * i + p][s][n]);
+          for (int n = 0; n < NT; n++) W::mma(c[s % CHAINS * NT + n], a, x[2 * i + p][s][n]);
         }
         __syncwarp();  // all have read this half; and the compiler keeps one half at a time in registers
       }
@@ -254,6 +259,9 @@ struct RowsMma {
       else
         request(slot, i + RING < STAGES ? now : next, (i + RING) % STAGES);
     }
+    if (CHAINS == 2)
+#pragma unroll
+      for (int r = 0; r < 4; r++) c[0][r] += c[NT][r];
     const float scale = PARTS == 2 ? 1.f / W::X_SCALE : 1.f / W::PLAIN_SCALE;
 #pragma unroll
     for (int j = 0; j < (TOKENS + 7) / 8; j++)

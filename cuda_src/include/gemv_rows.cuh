@@ -4,28 +4,32 @@
 // W is [N, K] row-major, bf16 or e4m3 (then with one fp32 scale per row, applied after the sum). A block owns a contiguous range of rows and
 // sums them in fp32, each warp its share of K (include/gemv_mma.cuh). The shares meet in shared memory, G tiles of 16 rows at a time, in two
 // buffers: one barrier a group, and the weights of the next are on their way. Where K is too long for the registers that hold x, S blocks
-// share a range of rows: each leaves its sums in the workspace, the last to arrive adds them, in the order of the splits.
+// share a range of rows. They are a cluster (`together`): each finishes every S-th quad of rows, and all push its sums to it, to be added in
+// the order of the splits. Without clusters each leaves its sums in the workspace, and the last to arrive adds them.
 //
 // As in include/gemv.cuh the first weights, norm weights, scales and biases are requested before griddep_wait, RMSNorm's scalar is applied
 // after the sums, and nothing that a previous kernel writes is read through the read-only path.
 //
-// grid: R·S blocks, block b is split b % S of range b / S; any R. block: ceil(K_block / RowsMma::WARP_K) warps, K_block = K of a split.
+// grid: R·S blocks, in clusters of S if `together`; block b is split b % S of range b / S; any R. block: ceil(K_block / RowsMma::WARP_K) warps, K_block = K of a split.
 // dynamic shared memory: the ring, g of the block's K, then RowsShared. bytes moved: N·K·sizeof(weight) once from HBM; x (2·M·K or 4·M·K bytes) R times from L2.
 // PRECOND  1 <= M <= TOKENS.  PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3), and so is K_block, of which S cover K.
 // PRECOND  W, x 16-byte aligned.  PRECOND  counters zero (they return to it).
 #pragma once
 #include "gemv_mma.cuh"
 #include "kv_cache.cuh"
+#include "push.cuh"
 
 // How the grid divides the product, and where splits meet: ws is squares [R, S, 16] fp32, then partial sums [S, M, N] fp32; counters [R].
 struct RowsSplit {
   float* ws;
   uint32_t* counters;
-  int S, K_block, G;
+  int S, K_block, G, together;
   DEVICE float* squares(int range, int s) const { return ws + (range * S + s) * 16; }
+  // In a cluster: of the quads of a range, four rows each, block q % S finishes quad q; the most that fall to one.
+  DEVICE int quads(const RowsRange& range) const { return (4 * range.tiles + S - 1) / S; }
   DEVICE float* partial(int s, int m, int M, int64_t N) const { return ws + int(gridDim.x) * 16 + (int64_t(s) * M + m) * N; }
 };
-#define ROWS_SPLIT float* ws, uint32_t* counters, int S, int K_block, int G
+#define ROWS_SPLIT float* ws, uint32_t* counters, int S, int K_block, int G, int together
 
 DEVICE RowsRange rows_range(int units, int rows_per_unit, int S) {
   const int R = gridDim.x / S, r = blockIdx.x / S;
@@ -34,16 +38,27 @@ DEVICE RowsRange rows_range(int units, int rows_per_unit, int S) {
   return {begin, count, tiles, tiles ? ((count + tiles - 1) / tiles + 1) / 2 * 2 : 0};
 }
 
-// Dynamic shared memory: sums [2 or 1 buffer][warp][G][token][COLUMN], Σ h² [warp][16], RMSNorm's scalars [16], then two constants a row.
+// Dynamic shared memory: sums [2 or 1 buffer][warp][G][token][COLUMN], Σ h² [warp][16], RMSNorm's scalars [16]; in a cluster what its blocks push:
+// a barrier, sums [block][quad][token], Σ h² [block][16]; then two constants a row.
 template <class E, int TOKENS>
 struct RowsShared {
   float *part, *squares, *inverse, *constant;
+  float4* pushed;
+  float2* pushed_squares;
+  uint64_t* arrived;
   int warps, G, rows, buffer;
-  DEVICE RowsShared(float* shared, int G, const RowsRange& range) : part(shared), warps(int(blockDim.x) / WARP), G(G), rows(range.count) {
+  DEVICE RowsShared(float* shared, const RowsSplit& split, const RowsRange& range)
+      : part(shared), warps(int(blockDim.x) / WARP), G(split.G), rows(range.count) {
     buffer = warps * G * TILE;
     squares = part + (range.tiles > G ? 2 : 1) * buffer;
     inverse = squares + warps * 16;
     constant = inverse + 16;
+    if (split.together) {
+      arrived = reinterpret_cast<uint64_t*>(constant);
+      pushed = reinterpret_cast<float4*>(constant + 4);
+      pushed_squares = reinterpret_cast<float2*>(pushed + split.S * split.quads(range) * TOKENS);
+      constant = reinterpret_cast<float*>(pushed_squares + split.S * 16);
+    }
   }
   static constexpr int TILE = TOKENS * E::COLUMN;
   DEVICE float* constants(int i) const { return constant + i * rows; }
@@ -55,6 +70,17 @@ struct RowsShared {
     float s = 0.f;
 #pragma unroll ROWS_SUMS
     for (int w = 0; w < warps; w++) s += p[w * G * TILE];
+    return s;
+  }
+  // The same of rows 4·quad … 4·quad + 3.
+  DEVICE float4 quad(int parity, int i, int m, int quad) const {
+    const float* p = tile(parity, 0, i) + m * E::COLUMN + 4 * quad;
+    float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll ROWS_SUMS
+    for (int w = 0; w < warps; w++) {
+      const float4 v = *reinterpret_cast<const float4*>(p + w * G * TILE);
+      s = make_float4(s.x + v.x, s.y + v.y, s.z + v.z, s.w + v.w);
+    }
     return s;
   }
 };
@@ -71,17 +97,38 @@ DEVICE void rows_each(const RowsRange& range, int first, int G, int M, F f) {
   }
 }
 
+// What a block of a cluster finishes: items q of `count`, each one row (or two) of one token, as they lie in RowsShared::pushed.
+template <int TOKENS, int STEP>
+struct RowsMine {
+  static constexpr int UNITS = 4 / STEP;
+  const RowsRange& range;
+  int S, s, quads;
+  DEVICE RowsMine(const RowsSplit& split, const RowsRange& range, int s) : range(range), S(split.S), s(s), quads((4 * range.tiles - s + S - 1) / S) {}
+  DEVICE int count() const { return quads * TOKENS * UNITS; }
+  DEVICE int token(int q) const { return q / UNITS % TOKENS; }
+  // Of the block's rows; -1 if there is none.
+  DEVICE int row(int q) const {
+    const int quad = q / (UNITS * TOKENS) * S + s, r = quad % 4 * 4 + q % UNITS * STEP, j = quad / 4 * range.tile_rows + r;
+    return r < range.tile_rows && j < range.count ? j : -1;
+  }
+};
+
 // The whole product. `rows` gives the block's rows their addresses. Op, what becomes of the sums:
 //   PAIRED               rows 2u and 2u + 1 come together
-//   before(shared)       stages constants, before griddep_wait;  after(): requests earlier results, after it
+//   before(shared)       stages constants, before griddep_wait;  after(m, j): requests earlier results, after
+//                        it; row j (none below 0) of token m is the thread's first
 //   operator()(early, m, j, a, b, inverse)   row j of the block (or rows j and j + 1), token m; inverse: RMSNorm's scalar
 template <class E, bool NORMED, int TOKENS, class Rows, class Op>
 DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const RowsSplit& split, const void* x, const bf16* g, int N, int M, int K,
                          float eps, float* dynamic) {
   constexpr int STEP = Op::PAIRED ? 2 : 1;
   bf16* norm = reinterpret_cast<bf16*>(dynamic + E::RING_BYTES / 4 * blockDim.x);
-  const RowsShared<E, TOKENS> shared(dynamic + E::RING_BYTES / 4 * blockDim.x + (NORMED ? split.K_block / 2 : 0), split.G, range);
+  const RowsShared<E, TOKENS> shared(dynamic + E::RING_BYTES / 4 * blockDim.x + (NORMED ? split.K_block / 2 : 0), split, range);
   const int s = blockIdx.x % split.S, warp = int(threadIdx.x) / WARP;
+  if (split.together) {
+    if (threadIdx.x == 0) push_init(shared.arrived);
+    cluster_arrive();
+  }
   E e;
   const int begin = s * split.K_block, end = min(K, begin + split.K_block);
   e.place(dynamic, begin, end);
@@ -114,7 +161,15 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
   } else {
     e.input(static_cast<const bf16*>(x), M, K);
   }
-  op.after();
+  const RowsMine<TOKENS, STEP> mine(split, range, s);
+  if (split.together) {
+    op.after(mine.token(threadIdx.x), mine.row(threadIdx.x));
+    if (threadIdx.x == 0) push_expect(shared.arrived, split.S * M * (16 * mine.quads + (NORMED ? 8 : 0)));
+    cluster_wait();
+  } else {
+    const int q = threadIdx.x, r = q % (16 / STEP) * STEP, j = q / (16 / STEP * TOKENS) * range.tile_rows + r;
+    op.after(q / (16 / STEP) % TOKENS, r < range.tile_rows && j < range.count ? j : -1);
+  }
 
   const auto total_square = [&](int m) {
     float sum = 0.f;
@@ -130,7 +185,16 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
       base = base + E::STAGES < E::RING ? base + E::STAGES : 0;
     }
     __syncthreads();
-    if (split.S == 1) {
+    if (split.together) {
+      if (NORMED && first == 0)
+        for (int q = threadIdx.x; q < split.S * M; q += blockDim.x)
+          push_f2(shared.pushed_squares + s * 16 + q % M, q / M, make_float2(total_square(q % M), 0.f), shared.arrived);
+      for (int q = threadIdx.x; q < min(split.G, range.tiles - first) * 4 * TOKENS; q += blockDim.x) {
+        const int i = q / (4 * TOKENS), m = q / 4 % TOKENS, quad = 4 * (first + i) + q % 4;
+        if (m < M)
+          push_f4(shared.pushed + (s * split.quads(range) + quad / split.S) * TOKENS + m, quad % split.S, shared.quad(parity, i, m, q % 4), shared.arrived);
+      }
+    } else if (split.S == 1) {
       if (NORMED && first == 0) {
         if (int(threadIdx.x) < M) shared.inverse[threadIdx.x] = rsqrtf(total_square(threadIdx.x) / float(K) + eps);
         __syncthreads();
@@ -146,6 +210,31 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
   }
   cp_async_wait<0>();  // what was requested past the last tile: zeros
   if (split.S == 1) return;
+  if (split.together) {
+    uint32_t looks = 0;
+    while (!push_arrived(shared.arrived)) look_again(looks);
+    if (NORMED) {
+      if (int(threadIdx.x) < M) {
+        float sum = 0.f;
+        for (int i = 0; i < split.S; i++) sum += shared.pushed_squares[i * 16 + threadIdx.x].x;
+        shared.inverse[threadIdx.x] = rsqrtf(sum / float(K) + eps);
+      }
+      __syncthreads();
+    }
+    for (int q = threadIdx.x; q < mine.count(); q += blockDim.x) {
+      const int m = mine.token(q), j = mine.row(q);
+      if (m >= M || j < 0) continue;
+      const float* p = reinterpret_cast<const float*>(shared.pushed + q / (4 / STEP)) + q % (4 / STEP) * STEP;
+      float a = 0.f, b = 0.f;
+#pragma unroll 4
+      for (int i = 0; i < split.S; i++, p += 4 * TOKENS * split.quads(range)) {
+        a += p[0];
+        if (Op::PAIRED) b += p[1];
+      }
+      op(q == int(threadIdx.x), m, j, a, b, NORMED ? shared.inverse[m] : 1.f);
+    }
+    return;
+  }
 
   // The last of the S blocks to arrive adds what all have left.
   const int group = blockIdx.x / split.S;
@@ -154,9 +243,9 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
   uint32_t* last = reinterpret_cast<uint32_t*>(shared.inverse);
   if (threadIdx.x == 0) *last = atom_inc_acq_rel_gpu(split.counters + group, split.S - 1) == uint32_t(split.S - 1);
   __syncthreads();
-  const bool mine = *last;
+  const bool is_last = *last;
   __syncthreads();
-  if (!mine) return;
+  if (!is_last) return;
   if (NORMED && int(threadIdx.x) < M) {
     float sum = 0.f;
     for (int i = 0; i < split.S; i++) sum += split.squares(group, i)[threadIdx.x];
@@ -175,7 +264,7 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
 
 // ---- what becomes of the sums ---------------------------------------------------------------------------------------------------------
 // h[m, n] += scale[n]·y. The old value of a thread's first sum is requested early.
-template <bool SCALED, int TOKENS>
+template <bool SCALED>
 struct RowsAdd {
   static constexpr bool PAIRED = false;
   float* h;
@@ -189,10 +278,7 @@ struct RowsAdd {
     scales = shared.constants(0);
     if (SCALED) stage(scales, scale + range.begin, range.count);
   }
-  DEVICE void after() {
-    const int q = threadIdx.x, m = q / 16 % TOKENS, r = q % 16, j = q / (16 * TOKENS) * range.tile_rows + r;
-    early = m < M && r < range.tile_rows && j < range.count ? h[int64_t(m) * N + range.begin + j] : 0.f;
-  }
+  DEVICE void after(int m, int j) { early = m < M && j >= 0 ? h[int64_t(m) * N + range.begin + j] : 0.f; }
   DEVICE void operator()(bool first, int m, int j, float y, float, float) {
     float& dst = h[int64_t(m) * N + range.begin + j];
     dst = (first ? early : dst) + (SCALED ? y * scales[j] : y);
@@ -213,7 +299,7 @@ struct RowsStore {
     scales = shared.constants(0);
     if (SCALED) stage(scales, scale + range.begin, range.count);
   }
-  DEVICE void after() {}
+  DEVICE void after(int, int) {}
   DEVICE void operator()(bool, int m, int j, float v, float, float) {
     y[int64_t(m) * N + range.begin + j] = __float2bfloat16_rn(SCALED ? v * scales[j] : v);
   }
@@ -233,7 +319,7 @@ struct RowsSwiglu {
     gates = shared.constants(0), ups = gates + range.count / 2;
     if (SCALED) stage(gates, s_gate + range.begin, range.count / 2), stage(ups, s_up + range.begin, range.count / 2);
   }
-  DEVICE void after() {}
+  DEVICE void after(int, int) {}
   DEVICE void operator()(bool, int m, int j, float gate, float up, float inverse) {
     gate *= inverse, up *= inverse;
     if (SCALED) gate *= gates[j / 2], up *= ups[j / 2];
@@ -263,7 +349,7 @@ struct RowsQkv {
       if (SCALED) scales[j] = scale[at.index(j)];
     }
   }
-  DEVICE void after() { pos = *pos_ptr; }
+  DEVICE void after(int, int) { pos = *pos_ptr; }
   DEVICE void operator()(bool, int m, int j, float x, float y, float inverse) {
     const int half = 1 << log_half, HD = 2 * half, KV = cache.KV, p = range.begin + j / 2, head = p >> log_half, d = p % half;
     const int64_t at_pos = pos + m;
@@ -286,7 +372,7 @@ struct RowsLogits {
   RowsRange range;
   template <class Shared>
   DEVICE void before(const Shared&) {}
-  DEVICE void after() {}
+  DEVICE void after(int, int) {}
   DEVICE void operator()(bool, int m, int j, float y, float, float inverse) { logits[int64_t(m) * V + range.begin + j] = y * inverse; }
 };
 
@@ -300,7 +386,7 @@ DEVICE void rows_add(float* h, const bf16* x, const typename W::type* w, const f
   griddep_launch();
   const RowsRange range = rows_range(N, 1, split.S);
   const RowsPlain<typename W::type> rows{w + int64_t(range.begin) * K, K};
-  RowsAdd<W::SCALED, TOKENS> op{h, scale, N, M, range};
+  RowsAdd<W::SCALED> op{h, scale, N, M, range};
   rows_product<RowsEngine<W, 1, TOKENS>, false, TOKENS>(op, rows, range, split, x, nullptr, N, M, K, 0.f, shared);
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +16,10 @@ WARP = 32
 MAX_ROWS = 16
 MAX_SPLITS = 16
 MAX_RANGES = 1024
+MAX_CLUSTER = 8  # blocks that share a range of rows and push to each other
 # As in include/gemv_mma.cuh and gemv_rows.cuh.
 MOST_WARPS = 8
-RING_BYTES = 512  # of shared memory, a thread
+RING_BYTES = 256  # of shared memory, a thread
 SUMS_PER_COLUMN = 20
 TILE_ROWS = 16
 
@@ -46,6 +48,7 @@ class Plan:
     R: int
     G: int
     smem: int
+    together: bool  # the S blocks of a range are a cluster
 
 
 class NoRoomError(QwenRawError):
@@ -74,28 +77,51 @@ class GemvRows:
         tokens: int,
         normed: bool,
         R: int | None,
+        S: int | None = None,
     ) -> Plan:
-        """The division of a product over the device."""
+        """The division of a product over the device; R, S: not the ones that it would choose.
+
+        S blocks that share a range of rows are a cluster where there are clusters of so many.
+        """
         columns = tokens * (2 if normed else 1)
-        warp_k = (64 if tokens == 4 else 128) * 64 // columns
+        warp_k = (128 if columns == 16 and not normed else 32 if tokens == 4 else 64) * 64 // columns
         stretch = 128 // (1 if self.fp8 else 2)
-        S = -(-K // (warp_k * MOST_WARPS))
-        K_block = -(-K // (S * stretch)) * stretch
+        least = -(-K // (warp_k * MOST_WARPS))
+        even = 1 << (least - 1).bit_length()
+        together = dev.resident_clusters(kernel, WARP, 0, 2) > 0 and even <= MAX_CLUSTER  # type: ignore[arg-type]
+        K_block = -(-K // (max(least, S or (even if together else least)) * stretch)) * stretch
         S = -(-K // K_block)
         require(S <= MAX_SPLITS, f"rows of {K} weights need {S} splits, at most {MAX_SPLITS} are possible")
+        together = together and S > 1
         warps = -(-K_block // warp_k)
-        for per_sm in range(max(1, MOST_WARPS // warps), 0, -1):
-            ranges = min(units, MAX_RANGES, R or max(1, dev.sm_count * per_sm // S))
-            rows = -(-units // ranges) * rows_per_unit
-            tiles = -(-rows // TILE_ROWS)
-            for G in (4, 2, 1):
-                G = min(G, tiles)
-                sums = (2 if tiles > G else 1) * warps * G * tokens * SUMS_PER_COLUMN
-                smem = RING_BYTES * warps * WARP + (2 * K_block if normed else 0)
-                smem += (sums + (warps + 1) * MAX_ROWS + 2 * rows) * 4
-                resident = dev.resident_blocks(kernel, warps * WARP, smem)  # type: ignore[arg-type]
-                if resident >= per_sm or (R and resident):
-                    return Plan(tokens, S, K_block, warps, ranges, G, smem)
+
+        def rows_and_tiles(R: int) -> tuple[int, int]:
+            rows = -(-units // R) * rows_per_unit
+            return rows, -(-rows // TILE_ROWS)
+
+        def smem(R: int, G: int) -> int:
+            rows, tiles = rows_and_tiles(R)
+            G = min(G, tiles)
+            sums = (2 if tiles > G else 1) * warps * G * tokens * SUMS_PER_COLUMN
+            pushed = 4 + S * (-(-4 * tiles // S) * tokens * 4 + 2 * MAX_ROWS) if together else 0
+            own = (sums + pushed + (warps + 1) * MAX_ROWS + 2 * rows) * 4
+            return RING_BYTES * warps * WARP + (2 * K_block if normed else 0) + own
+
+        def at_once(bytes: int) -> int:
+            if together:
+                return dev.resident_clusters(kernel, warps * WARP, bytes, S)  # type: ignore[arg-type]
+            return dev.resident_blocks(kernel, warps * WARP, bytes) * dev.sm_count // S  # type: ignore[arg-type]
+
+        for waves, per_sm, G in itertools.product((1, 2, 4, 8, 16), (2, 1), (4, 2, 1)):
+            ranges = min(units, MAX_RANGES, R or max(1, dev.sm_count * per_sm // S * waves))
+            for _ in range(3):  # fewer ranges are longer, and take more shared memory
+                room = at_once(smem(ranges, G)) * waves
+                if room and (R or room >= ranges):
+                    G = min(G, rows_and_tiles(ranges)[1])
+                    return Plan(tokens, S, K_block, warps, ranges, G, smem(ranges, G), together)
+                if room * S <= dev.sm_count * (per_sm - 1) * waves:
+                    break
+                ranges = room
         raise NoRoomError(f"{self.stem}: {units} units, rows of {K}: no block fits a multiprocessor")
 
     def _launch(
@@ -116,12 +142,20 @@ class GemvRows:
         tokens = self.tokens(M, normed)
         kernel = dev.kernel(self.stem, f"gemv_rows_{op}_{'fp8' if self.fp8 else 'bf16'}_m{tokens}")
         p = self.plan(dev, kernel, units, rows_per_unit, K, tokens, normed, R)
-        need = p.S * (M * units * rows_per_unit + p.R * MAX_ROWS) if p.S > 1 else 0
+        need = p.S * (M * units * rows_per_unit + p.R * MAX_ROWS) if p.S > 1 and not p.together else 0
         have = ws.sums.shape[0]
         require(need <= have, f"gemv_rows_{op}: a workspace of {have} floats, {need} are needed")
-        division: list[Arg] = [ws.sums, ws.counters, *(np.int32(n) for n in (p.S, p.K_block, p.G))]
+        division: list[Arg] = [ws.sums, ws.counters, *(np.int32(n) for n in (p.S, p.K_block, p.G, p.together))]
         grid, block = (p.R * p.S, 1, 1), (p.warps * WARP, 1, 1)
-        dev.launch(kernel, grid, block, [*args, *division, *dims], smem=p.smem, pdl=pdl)
+        dev.launch(
+            kernel,
+            grid,
+            block,
+            [*args, *division, *dims],
+            smem=p.smem,
+            pdl=pdl,
+            cluster=(p.S, 1, 1) if p.together else None,
+        )
 
     def add(
         self,

@@ -13,13 +13,24 @@ from qwen_raw.model.verify import workspace_sums
 SHARED = 227 << 10  # bytes a multiprocessor has for its blocks
 
 
-class H200:
-    """As far as a product's division asks."""
+class Clusterless:
+    """A device as far as a product's division asks."""
 
     sm_count = 132
 
     def resident_blocks(self, kernel: Any, threads: int, smem: int) -> int:
         return min(2048 // threads, SHARED // max(smem, 1))
+
+    def resident_clusters(self, kernel: Any, threads: int, smem: int, blocks: int) -> int:
+        return 0
+
+
+class H200(Clusterless):
+    """Two blocks of these registers a multiprocessor; multiprocessors in groups as they were found."""
+
+    def resident_clusters(self, kernel: Any, threads: int, smem: int, blocks: int) -> int:
+        per_sm = min(2, SHARED // max(smem, 1))
+        return sum(n * per_sm // blocks for n in (18, 18, 18, 18, 18, 16, 16, 10))
 
 
 @pytest.mark.parametrize("rows", [BF16_ROWS, FP8_ROWS], ids=["bf16", "fp8"])
@@ -31,5 +42,19 @@ def test_the_workspace_is_large_enough(size: str, rows: Any) -> None:
     for M in range(2, MAX_ROWS + 1):
         have = workspace_sums(c, M) + MAX_RANGES * MAX_SPLITS * MAX_ROWS
         for N, K, norm in (*((*s, True) for s in normed), *((*s, False) for s in plain)):
-            p = rows.plan(H200(), None, N, 1, K, rows.tokens(M, norm), norm, None)
+            p = rows.plan(Clusterless(), None, N, 1, K, rows.tokens(M, norm), norm, None)
             assert p.S == 1 or have >= p.S * (M * N + p.R * MAX_ROWS), (M, N, K)
+
+
+@pytest.mark.parametrize("rows", [BF16_ROWS, FP8_ROWS], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("size", SIZES)
+def test_splits_of_every_model_are_clusters(size: str, rows: Any) -> None:
+    """And there is room for a division of every product, all of whose blocks fit shared memory."""
+    c = random_config(size)
+    normed = ((2 * c.I, c.D), ((c.H + 2 * c.KV) * c.HD, c.D), (c.V, c.D))
+    plain = ((c.D, c.I), (c.D, c.H * c.HD))
+    for M in (2, 4, 8, 16):
+        for N, K, norm in (*((*s, True) for s in normed), *((*s, False) for s in plain)):
+            p = rows.plan(H200(), None, N, 1, K, rows.tokens(M, norm), norm, None)
+            assert p.together == (p.S > 1) and p.S <= 8 and p.smem <= SHARED, (M, N, K, p)
+            assert p.S * p.K_block >= K and p.warps <= 8, (M, N, K, p)
