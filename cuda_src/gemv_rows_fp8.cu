@@ -5,7 +5,7 @@
 // gemv_rows_store_fp8   y[M,N] = bf16(s·(X·Wᵀ))                                  the same of one rank, whose share an all-reduce sums
 // gemv_rows_swiglu_fp8  act[M,I] = silu(sg·(X̂·Wgᵀ))·(su·(X̂·Wuᵀ)),  X̂ = RMSNorm(h)   gate and up
 // gemv_rows_qkv_fp8     q, k, v = RoPE(s·(X̂·Wqkvᵀ) + b); k, v → cache             Q, K, V of M consecutive positions
-// Each in variants _m4 (normed only), _m8, _m16: the most tokens. The LM head stays bf16 (gemv_rows_bf16.cu).
+// Each in variants _m8, _m16: the most tokens. The LM head stays bf16 (gemv_rows_bf16.cu).
 // minimum arch: sm_80 (the conversion is one instruction from sm_89 on, software below)
 #include "include/gemv_rows.cuh"
 
@@ -30,7 +30,7 @@ ROWS_PLAIN(8)
 ROWS_PLAIN(16)
 
 #define ROWS_NORMED(TOKENS)                                                                                                       \
-  KERNEL_OCC(ROWS_THREADS, 2) void gemv_rows_swiglu_fp8_m##TOKENS(bf16* act,           /* [M, I] */                                      \
+  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : 2) void gemv_rows_swiglu_fp8_m##TOKENS(bf16* act,           /* [M, I] */                                      \
                                                            const float* h,      /* [M, K] residual stream */                      \
                                                            const bf16* g,       /* [K] RMSNorm weight */                          \
                                                            const e4m3* w_gate,  /* [I, K] */                                      \
@@ -41,7 +41,7 @@ ROWS_PLAIN(16)
     DYN_SHARED(float, shared);                                                                                                    \
     rows_swiglu<MmaE4m3, TOKENS>(act, h, g, w_gate, s_gate, w_up, s_up, {ws, counters, S, K_block, G, together}, I, M, K, eps, shared);                             \
   }                                                                                                                               \
-  KERNEL_OCC(ROWS_THREADS, 2) void gemv_rows_qkv_fp8_m##TOKENS(bf16* q,            /* [M, H, HD] */                                      \
+  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : 2) void gemv_rows_qkv_fp8_m##TOKENS(bf16* q,            /* [M, H, HD] */                                      \
                                                         void* k_cache,      /* of this layer: include/kv_cache.cuh */             \
                                                         void* v_cache,                                                            \
                                                         uint8_t* fine,                                                            \
@@ -58,6 +58,5 @@ ROWS_PLAIN(16)
     const KvCache cache{k_cache, v_cache, fine, e4m3, KV, max_len};                                                               \
     rows_qkv<MmaE4m3, TOKENS>(q, cache, h, g, w, scale, bias, rope, pos, {ws, counters, S, K_block, G, together}, H, log_half, M, K, eps, shared); \
   }
-ROWS_NORMED(4)
 ROWS_NORMED(8)
 ROWS_NORMED(16)

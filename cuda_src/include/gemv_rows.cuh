@@ -4,8 +4,8 @@
 // W is [N, K] row-major, bf16 or e4m3 (then with one fp32 scale per row, applied after the sum). A block owns a contiguous range of rows and
 // sums them in fp32, each warp its share of K (include/gemv_mma.cuh). The shares meet in shared memory, G tiles of 16 rows at a time, in two
 // buffers: one barrier a group, and the weights of the next are on their way. Where K is too long for the registers that hold x, S blocks
-// share a range of rows. They are a cluster (`together`): each finishes every S-th quad of rows, and all push its sums to it, to be added in
-// the order of the splits. Without clusters each leaves its sums in the workspace, and the last to arrive adds them.
+// share a range of rows: each leaves its sums in the workspace, the last to arrive adds them, in the order of the splits. Splits of the narrow
+// kernels (e4m3, up to 8 tokens) may be a cluster (`together`): each finishes every S-th quad of rows, and all push its sums to it.
 //
 // As in include/gemv.cuh the first weights, norm weights, scales and biases are requested before griddep_wait, RMSNorm's scalar is applied
 // after the sums, and nothing that a previous kernel writes is read through the read-only path.
@@ -53,7 +53,7 @@ struct RowsShared {
     squares = part + (range.tiles > G ? 2 : 1) * buffer;
     inverse = squares + warps * 16;
     constant = inverse + 16;
-    if (split.together) {
+    if (E::NARROW && split.together) {
       arrived = reinterpret_cast<uint64_t*>(constant);
       pushed = reinterpret_cast<float4*>(constant + 4);
       pushed_squares = reinterpret_cast<float2*>(pushed + split.S * split.quads(range) * TOKENS);
@@ -125,7 +125,8 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
   bf16* norm = reinterpret_cast<bf16*>(dynamic + E::RING_BYTES / 4 * blockDim.x);
   const RowsShared<E, TOKENS> shared(dynamic + E::RING_BYTES / 4 * blockDim.x + (NORMED ? split.K_block / 2 : 0), split, range);
   const int s = blockIdx.x % split.S, warp = int(threadIdx.x) / WARP;
-  if (split.together) {
+  const bool together = E::NARROW && split.together;
+  if (together) {
     if (threadIdx.x == 0) push_init(shared.arrived);
     cluster_arrive();
   }
@@ -162,7 +163,7 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
     e.input(static_cast<const bf16*>(x), M, K);
   }
   const RowsMine<TOKENS, STEP> mine(split, range, s);
-  if (split.together) {
+  if (together) {
     op.after(mine.token(threadIdx.x), mine.row(threadIdx.x));
     if (threadIdx.x == 0) push_expect(shared.arrived, split.S * M * (16 * mine.quads + (NORMED ? 8 : 0)));
     cluster_wait();
@@ -185,7 +186,7 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
       base = base + E::STAGES < E::RING ? base + E::STAGES : 0;
     }
     __syncthreads();
-    if (split.together) {
+    if (together) {
       if (NORMED && first == 0)
         for (int q = threadIdx.x; q < split.S * M; q += blockDim.x)
           push_f2(shared.pushed_squares + s * 16 + q % M, q / M, make_float2(total_square(q % M), 0.f), shared.arrived);
@@ -210,7 +211,7 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
   }
   cp_async_wait<0>();  // what was requested past the last tile: zeros
   if (split.S == 1) return;
-  if (split.together) {
+  if (together) {
     uint32_t looks = 0;
     while (!push_arrived(shared.arrived)) look_again(looks);
     if (NORMED) {

@@ -19,9 +19,10 @@ MAX_RANGES = 1024
 MAX_CLUSTER = 8  # blocks that share a range of rows and push to each other
 # As in include/gemv_mma.cuh and gemv_rows.cuh.
 MOST_WARPS = 8
-RING_BYTES = 256  # of shared memory, a thread
+RING_BYTES = 512  # of shared memory, a thread
 SUMS_PER_COLUMN = 20
 TILE_ROWS = 16
+X_SHARE = 1.5  # the least bytes of weights to a byte of x at which more blocks that read x are faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class GemvRows:
     def tokens(self, M: int, normed: bool) -> int:
         """The smallest variant for M rows."""
         require(1 <= M <= MAX_ROWS, f"{M} rows: these kernels take 1 to {MAX_ROWS}")
-        return next(t for t in ((4, 8, 16) if normed else (8, 16)) if t >= M)
+        return next(t for t in ((4, 8, 16) if normed and not self.fp8 else (8, 16)) if t >= M)
 
     def plan(
         self,
@@ -77,52 +78,62 @@ class GemvRows:
         tokens: int,
         normed: bool,
         R: int | None,
-        S: int | None = None,
     ) -> Plan:
-        """The division of a product over the device; R, S: not the ones that it would choose.
-
-        S blocks that share a range of rows are a cluster where there are clusters of so many.
-        """
-        columns = tokens * (2 if normed else 1)
-        warp_k = (128 if columns == 16 and not normed else 32 if tokens == 4 else 64) * 64 // columns
-        stretch = 128 // (1 if self.fp8 else 2)
+        """The division of a product over the device. Splits of narrow kernels are clusters, where there are any."""
+        narrow = self.fp8 and tokens == 8  # RowsMma::NARROW
+        warp_k = (64 if narrow or tokens == 4 else 128) * 64 // (tokens * (2 if normed else 1))
+        ring = (RING_BYTES // 2 if narrow else RING_BYTES) * WARP
         least = -(-K // (warp_k * MOST_WARPS))
-        even = 1 << (least - 1).bit_length()
-        together = dev.resident_clusters(kernel, WARP, 0, 2) > 0 and even <= MAX_CLUSTER  # type: ignore[arg-type]
-        K_block = -(-K // (max(least, S or (even if together else least)) * stretch)) * stretch
-        S = -(-K // K_block)
+        S, K_block = self._splits(K, least)
+        per_sm = max(1, MOST_WARPS // -(-K_block // warp_k))
+        together = narrow and 1 << (least - 1).bit_length() <= MAX_CLUSTER
+        if together and dev.resident_clusters(kernel, WARP, 0, 2):  # type: ignore[arg-type]
+            S, K_block, per_sm = self._cluster(dev, units * rows_per_unit, K, 1 << (least - 1).bit_length(), normed)
         require(S <= MAX_SPLITS, f"rows of {K} weights need {S} splits, at most {MAX_SPLITS} are possible")
-        together = together and S > 1
+        together = together and S > 1 and dev.resident_clusters(kernel, WARP, 0, S) > 0  # type: ignore[arg-type]
         warps = -(-K_block // warp_k)
 
-        def rows_and_tiles(R: int) -> tuple[int, int]:
-            rows = -(-units // R) * rows_per_unit
-            return rows, -(-rows // TILE_ROWS)
-
-        def smem(R: int, G: int) -> int:
-            rows, tiles = rows_and_tiles(R)
+        def room(ranges: int, G: int, per_sm: int) -> tuple[int, int, int]:
+            """(bytes of shared memory, ranges that fit the device at once, tiles of a group)."""
+            rows = -(-units // ranges) * rows_per_unit
+            tiles = -(-rows // TILE_ROWS)
             G = min(G, tiles)
-            sums = (2 if tiles > G else 1) * warps * G * tokens * SUMS_PER_COLUMN
-            pushed = 4 + S * (-(-4 * tiles // S) * tokens * 4 + 2 * MAX_ROWS) if together else 0
-            own = (sums + pushed + (warps + 1) * MAX_ROWS + 2 * rows) * 4
-            return RING_BYTES * warps * WARP + (2 * K_block if normed else 0) + own
-
-        def at_once(bytes: int) -> int:
+            floats = (2 if tiles > G else 1) * warps * G * tokens * SUMS_PER_COLUMN + (warps + 1) * MAX_ROWS + 2 * rows
             if together:
-                return dev.resident_clusters(kernel, warps * WARP, bytes, S)  # type: ignore[arg-type]
-            return dev.resident_blocks(kernel, warps * WARP, bytes) * dev.sm_count // S  # type: ignore[arg-type]
+                floats += 4 + S * (-(-4 * tiles // S) * tokens * 4 + 2 * MAX_ROWS)
+            smem = ring * warps + (2 * K_block if normed else 0) + 4 * floats
+            if not together:
+                return smem, dev.resident_blocks(kernel, warps * WARP, smem) * dev.sm_count // S, G  # type: ignore[arg-type]
+            if S > 2:  # no more blocks on a multiprocessor than are wanted: others would have none
+                smem = max(smem, dev.smem_per_block // (per_sm + 1) // 16 * 16 + 16)
+            return smem, dev.resident_clusters(kernel, warps * WARP, smem, S), G  # type: ignore[arg-type]
 
-        for waves, per_sm, G in itertools.product((1, 2, 4, 8, 16), (2, 1), (4, 2, 1)):
-            ranges = min(units, MAX_RANGES, R or max(1, dev.sm_count * per_sm // S * waves))
-            for _ in range(3):  # fewer ranges are longer, and take more shared memory
-                room = at_once(smem(ranges, G)) * waves
-                if room and (R or room >= ranges):
-                    G = min(G, rows_and_tiles(ranges)[1])
-                    return Plan(tokens, S, K_block, warps, ranges, G, smem(ranges, G), together)
-                if room * S <= dev.sm_count * (per_sm - 1) * waves:
+        for waves, blocks, most in itertools.product((1, 2, 4, 8, 16), range(per_sm, 0, -1), (4, 2, 1)):
+            ranges = min(units, MAX_RANGES, R or max(1, dev.sm_count * blocks // S * waves))
+            for _ in range(3):  # clusters do not fill all multiprocessors: fewer ranges, which take more memory
+                smem, at_once, G = room(ranges, most, blocks)
+                if at_once and (R or at_once * waves >= ranges):
+                    return Plan(tokens, S, K_block, warps, ranges, G, smem, together)
+                if at_once * S <= dev.sm_count * (blocks - 1) or not together:
                     break
-                ranges = room
+                ranges = at_once * waves
         raise NoRoomError(f"{self.stem}: {units} units, rows of {K}: no block fits a multiprocessor")
+
+    def _splits(self, K: int, S: int) -> tuple[int, int]:
+        """(splits, their K): S of them, or fewer, of whole lines."""
+        line = 128 // (1 if self.fp8 else 2)
+        K_block = -(-K // (S * line)) * line
+        return -(-K // K_block), K_block
+
+    def _cluster(self, dev: Device, N: int, K: int, least: int, normed: bool) -> tuple[int, int, int]:
+        """(blocks a cluster, K of each, blocks a multiprocessor) where splits are clusters, as measured on an H200."""
+        warp_k = 256 if normed else 512
+        # Of a plain product two blocks of half the row are faster than one of the whole.
+        S, K_block = self._splits(K, 2 if least == 1 and not normed and warp_k * MOST_WARPS < 2 * K else least)
+        per_sm = max(1, MOST_WARPS // -(-K_block // warp_k))
+        # Twice as many blocks hide more latency, but all of them read x.
+        x = 2 * per_sm * 8 * K_block * (4 if normed else 2)
+        return S, K_block, 2 * per_sm if X_SHARE * x * dev.sm_count <= N * K else per_sm
 
     def _launch(
         self,

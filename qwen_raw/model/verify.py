@@ -21,15 +21,13 @@ from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as ROWS_FP8
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.model.rank import Rank
 
-# Of a row, the least that one block can take of it with up to 8 rows and with more: what the workspace's size follows from.
-LEAST_SPLIT, LEAST_SPLIT_M16 = 2048, 1024
+LEAST_SPLIT = 2048  # of a row, what one block can take of it with 16 rows: what the workspace's size follows from
 
 
 def workspace_sums(c: ModelConfig, M: int) -> int:
     """The most partial sums, over all products of M rows, that splits of a row leave."""
     shapes = ((c.D, c.I), (2 * c.I, c.D), ((c.H + 2 * c.KV) * c.HD, c.D), (c.V, c.D), (c.D, c.H * c.HD))
-    least = LEAST_SPLIT if M <= 8 else LEAST_SPLIT_M16
-    return max((K // least + 1) * M * N for N, K in shapes)
+    return max((K // LEAST_SPLIT + 1) * M * N for N, K in shapes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from loaders.dtypes import bf16_to_f32
 from qwen_raw.device import BF16, F32
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv_bf16 import GEMV
-from qwen_raw.kernels.gemv_rows import MAX_CLUSTER, RowsWorkspace
+from qwen_raw.kernels.gemv_rows import RowsWorkspace
 from qwen_raw.kernels.gemv_rows_bf16 import GEMV_ROWS as BF16_ROWS
 from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as FP8_ROWS
 
@@ -52,15 +52,21 @@ def test_add(dev: Any, rng: np.random.Generator, rows: Any, M: int, N: int, K: i
     assert_sums_close(buffer.download(), h + X @ W.T, np.abs(h) + np.abs(X) @ np.abs(W).T, what="h")
 
 
-@KINDS
-@pytest.mark.parametrize(("M", "N", "K", "R"), [case for case in PLAIN if case[2] > 4096])
+@pytest.mark.parametrize("R", [2, None])
 def test_splits_that_are_not_a_cluster(
-    dev: Any, rng: np.random.Generator, rows: Any, M: int, N: int, K: int, R: int, monkeypatch: pytest.MonkeyPatch
+    dev: Any, rng: np.random.Generator, R: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on devices without clusters: they meet in the workspace."""
     monkeypatch.setattr(dev, "resident_clusters", lambda *_: 0)
-    test_add(dev, rng, rows, M, N, K, R)
-    test_swiglu(dev, rng, rows, M, N, K, R)
+    test_add(dev, rng, FP8_ROWS, 7, 20, 8208, R)
+    test_swiglu(dev, rng, FP8_ROWS, 7, 20, 8208, R)
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(8, 500, 2064), (3, 34, 12304), (7, 130, 8208)])
+def test_fp8_splits_that_are_a_cluster(dev: Any, rng: np.random.Generator, M: int, N: int, K: int) -> None:
+    """As many ranges as the launcher chooses: of several groups of tiles, of less than a tile; 2 to 8 splits."""
+    test_add(dev, rng, FP8_ROWS, M, N, K, None)
+    test_swiglu(dev, rng, FP8_ROWS, M, N, K, None)
 
 
 @KINDS
@@ -189,8 +195,7 @@ def test_preconditions_are_checked(dev: Any, rng: np.random.Generator) -> None:
         BF16_ROWS.add(dev, dev.zeros((2, 4), F32), dev.zeros((2, 16), BF16), w, ws)
     with pytest.raises(QwenRawError, match="this kernel takes"):
         FP8_ROWS.add(dev, dev.zeros((2, 4), F32), dev.zeros((2, 24), BF16), w, ws)
-    K = 8 * MAX_CLUSTER * 512 + 16  # more splits than a cluster has blocks
-    long, _ = make_linear(dev, rng, 4, K, fp8=False)
+    long, _ = make_linear(dev, rng, 4, 8208, fp8=False)
     small = RowsWorkspace(dev.zeros((16,), F32), ws.counters)
     with pytest.raises(QwenRawError, match="a workspace of 16 floats"):
-        BF16_ROWS.add(dev, dev.zeros((8, 4), F32), dev.zeros((8, K), BF16), long, small)
+        BF16_ROWS.add(dev, dev.zeros((8, 4), F32), dev.zeros((8, 8208), BF16), long, small)
