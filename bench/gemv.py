@@ -153,7 +153,7 @@ def measure(
                 print(f"{size:5} tp{tp} {dtype} {op:8} blocks/SM {n}: {error}")
                 continue
             rate = case.nbytes / (us * 1e-6)
-            C, threads = case.gemv.variants.choose({"o": "add", "down": "add"}.get(op, op), case.K)
+            C, threads, _ = case.gemv.variants.choose({"o": "add", "down": "add"}.get(op, op), case.K)
             row = {"model": size, "tp": tp, "dtype": dtype, "op": op, "N": case.N, "K": case.K, "blocks_per_sm": n}
             row |= {"C": C, "threads": threads, "us": us, "gb_s": rate / 1e9}
             rows.append(row | {"of_read": rate / ceiling} | ({"cublaslt_us": theirs} if theirs else {}))

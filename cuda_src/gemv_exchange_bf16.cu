@@ -15,7 +15,7 @@
                                                            const bf16* w,         /* [N, K] */       \
                                                            int N, int K) {                           \
     DYN_SHARED(float, shared);                                                                       \
-    gemv_exchange<Fma<WeightBf16, C, R, false>>(h, end, sum, next, x, w, nullptr, N, K, shared);     \
+    gemv_exchange<Fma<WeightBf16, C, R, false, THREADS / WARP>>(h, end, sum, next, x, w, nullptr, N, K, shared);     \
   }
 GEMV_EXCHANGE(1, 8, 512, 2)
 GEMV_EXCHANGE(2, 4, 512, 1)

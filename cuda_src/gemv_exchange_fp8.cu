@@ -23,7 +23,7 @@ constexpr int C2_ROWS = 4, C4_ROWS = 2;
                                                           const float* scale,    /* [N] */          \
                                                           int N, int K) {                           \
     DYN_SHARED(float, shared);                                                                      \
-    gemv_exchange<Fma<WeightE4m3, C, R, false>>(h, end, sum, next, x, w, scale, N, K, shared);      \
+    gemv_exchange<Fma<WeightE4m3, C, R, false, THREADS / WARP>>(h, end, sum, next, x, w, scale, N, K, shared);      \
   }
 GEMV_EXCHANGE(1, 8, 256, 2)
 GEMV_EXCHANGE(2, C2_ROWS, 640, 1)

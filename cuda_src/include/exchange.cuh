@@ -98,17 +98,17 @@ DEVICE void gemv_exchange(float* h, const Exchange& end, int sum, const Ahead& n
     const Share rows = block_share(N);
     if (threadIdx.x == 0) kept = rows;
     const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
-    const Sums sums{shared, rows.count};
+    const typename Engine::Sum sums{shared, rows.count};
     Engine engine;
     engine.request(at, rows.count, K);
-    if (Engine::W::SCALED) stage(sums.constants(0), scale + rows.begin, rows.count);
+    if (Engine::W::SCALED) stage(sums.constants(), scale + rows.begin, rows.count);
     griddep_wait();
     engine.input(x, K);
     engine.multiply(sums, at, K, 0.f);
   }
   fetch_ahead(next);
   const Share rows = kept;
-  const Sums sums{shared, rows.count};
-  const float* scales = sums.constants(0);
+  const typename Engine::Sum sums{shared, rows.count};
+  const float* scales = sums.constants();
   exchange_rows(h, end, sum, rows.begin, rows.count, [&](int i) { return Engine::W::SCALED ? sums.total(i) * scales[i] : sums.total(i); });
 }

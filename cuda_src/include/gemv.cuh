@@ -2,24 +2,29 @@
 //
 // W is [N, K] row-major, bf16 or e4m3 (then with one fp32 scale per row, applied after the sum). A block owns a contiguous range of rows and
 // sums them in fp32, each warp its share of K; the shares meet in shared memory once, at the end. How a block multiplies is its engine's
-// matter: include/gemv_fma.cuh.
+// matter: include/gemv_fma.cuh, include/gemv_diagonal.cuh.
 //
-// Boundaries between kernels are short because little lies on the way from the previous kernel's end to this one's. The first weights, norm
-// weights, scales and biases are requested before griddep_wait: they do not depend on the previous kernel. RMSNorm's scalar is applied
-// after the sums, where its own sum is one more column: no barrier for it stands between the arrival of h and the first product. What the
-// epilogue needs of earlier results is requested right after the wait.
+// Boundaries between kernels are short because little lies on the way from the previous kernel's end to this one's. Norm weights, the first
+// weights, scales and biases are requested before griddep_wait: they do not depend on the previous kernel. The norm weights come first, as
+// loads come back in the order in which they were asked for. RMSNorm's scalar is applied
+// after the sums, where its own sum is one more row: no barrier for it stands between the arrival of h and the first product. What the
+// epilogue needs of earlier results is requested right after the wait. A thread's first scales and biases stay in registers, and epilogues are
+// short and without loops over warps: what is executed once is fetched as it goes.
 //
 // Nothing that a previous kernel writes may be declared const __restrict__: the compiler would read it through the read-only path, and
 // may do so before griddep_wait. Two rows that an epilogue must see together (a rotation's pair, a gate and its up) are one unit; a
 // block's range is a range of units.
 //
-// grid: any; the units are spread evenly. block: the engine's. dynamic shared memory: (warps·(rows + 1) + 2·rows)·4 bytes, rows of the block.
+// grid: up to a block a unit; the units are spread evenly. block: the engine's. dynamic shared memory: that of Sums.
 // bytes moved: N·K·sizeof(weight) once from HBM; x (2K or 4K bytes) once per block from L2.
 // PRECOND  K % 8 == 0 (bf16) or K % 16 == 0 (e4m3): rows are whole 16-byte packs.  PRECOND  W, x 16-byte aligned.
+// PRECOND  gemv_qkv: pos was written before the last ordinary (not dependent) launch of the stream; it is read before griddep_wait.
 #pragma once
 #include "choose.cuh"
 #include "gemv_sums.cuh"
 #include "kv_cache.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
 
 // Plain x, residual add: h[n] += scale[n]·(W·x)[n]. O-projection and down-projection.
 template <class Engine>
@@ -27,19 +32,19 @@ DEVICE void gemv_add(float* h, const bf16* x, const typename Engine::W::type* w,
   griddep_launch();
   const Share rows = block_share(N);
   const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
-  const Sums sums{shared, rows.count};
+  const typename Engine::Sum sums{shared, rows.count};
   Engine engine;
   engine.request(at, rows.count, K);
-  if (Engine::W::SCALED) stage(sums.constants(0), scale + rows.begin, rows.count);
-  griddep_wait();
   const int j = threadIdx.x;
+  const float first = j < rows.count ? scale_of<Engine>(scale, rows.begin + j) : 0.f;
+  griddep_wait();
+  engine.input(x, K);
   h += rows.begin;
   const float old = j < rows.count ? h[j] : 0.f;
-  engine.input(x, K);
   engine.multiply(sums, at, K, 0.f);
-  const float* scales = sums.constants(0);
-  if (j < rows.count) h[j] = old + (Engine::W::SCALED ? sums.total(j) * scales[j] : sums.total(j));
-  for (int i = j + blockDim.x; i < rows.count; i += blockDim.x) h[i] += Engine::W::SCALED ? sums.total(i) * scales[i] : sums.total(i);
+  if (j < rows.count) h[j] = old + sums.total(j) * first;
+#pragma unroll 1
+  for (int i = j + blockDim.x; i < rows.count; i += blockDim.x) h[i] += sums.total(i) * scale_of<Engine>(scale, rows.begin + i);
 }
 
 // One rank's share of a row-parallel product: y[n] = bf16(scale[n]·(W·x)[n]). The ranks' shares are summed by an all-reduce.
@@ -48,16 +53,18 @@ DEVICE void gemv_store(bf16* y, const bf16* x, const typename Engine::W::type* w
   griddep_launch();
   const Share rows = block_share(N);
   const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
-  const Sums sums{shared, rows.count};
+  const typename Engine::Sum sums{shared, rows.count};
   Engine engine;
   engine.request(at, rows.count, K);
-  const float* scales = sums.constants(0);
-  if (Engine::W::SCALED) stage(sums.constants(0), scale + rows.begin, rows.count);
+  const int j = threadIdx.x;
+  const float first = j < rows.count ? scale_of<Engine>(scale, rows.begin + j) : 0.f;
   griddep_wait();
   engine.input(x, K);
   engine.multiply(sums, at, K, 0.f);
-  for (int j = threadIdx.x; j < rows.count; j += blockDim.x)
-    y[rows.begin + j] = __float2bfloat16_rn(Engine::W::SCALED ? sums.total(j) * scales[j] : sums.total(j));
+  if (j < rows.count) y[rows.begin + j] = __float2bfloat16_rn(sums.total(j) * first);
+#pragma unroll 1
+  for (int i = j + blockDim.x; i < rows.count; i += blockDim.x)
+    y[rows.begin + i] = __float2bfloat16_rn(sums.total(i) * scale_of<Engine>(scale, rows.begin + i));
 }
 
 // RMSNorm, then gate and up, then SwiGLU: act[i] = silu(gate_i·x)·(up_i·x).
@@ -67,22 +74,32 @@ DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename
   griddep_launch();
   const Share units = block_share(I);
   const RowsGateUp<typename Engine::W::type> at{w_gate + int64_t(units.begin) * K, w_up + int64_t(units.begin) * K, K};
-  const Sums sums{shared, 2 * units.count};
+  const typename Engine::Sum sums{shared, 2 * units.count};
   Engine engine;
-  engine.request(at, sums.rows, K);
   engine.norm_weight(g, K);
-  float *gates = sums.constants(0), *ups = sums.constants(1);
-  if (Engine::W::SCALED) stage(gates, s_gate + units.begin, units.count), stage(ups, s_up + units.begin, units.count);
+  engine.request(at, sums.rows, K);
+  const int j = threadIdx.x;
+  const bool has = j < units.count;
+  const float gate_scale = has ? scale_of<Engine>(s_gate, units.begin + j) : 0.f, up_scale = has ? scale_of<Engine>(s_up, units.begin + j) : 0.f;
   griddep_wait();
   const float ss = engine.normed(h, K);
   engine.multiply(sums, at, K, ss);
-  const float inv = sums.inverse_rms(K, eps);
-  for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
-    float gate = sums.total(2 * u) * inv, up = sums.total(2 * u + 1) * inv;
-    if (Engine::W::SCALED) gate *= gates[u], up *= ups[u];
-    act[units.begin + u] = __float2bfloat16_rn(gate / (1.f + expf(-gate)) * up);
-  }
+  const auto finish = [&](int u, float gate_scale, float up_scale) {
+    const float inv = sums.inverse_rms(K, eps), gate = sums.total(2 * u) * inv * gate_scale, up = sums.total(2 * u + 1) * inv * up_scale;
+    act[units.begin + u] = __float2bfloat16_rn(gate * rcp_approx(1.f + ex2_approx(-LOG2_E * gate)) * up);
+  };
+  if (has) finish(j, gate_scale, up_scale);
+#pragma unroll 1
+  for (int u = j + blockDim.x; u < units.count; u += blockDim.x)
+    finish(u, scale_of<Engine>(s_gate, units.begin + u), scale_of<Engine>(s_up, units.begin + u));
 }
+
+// What the rotation of one unit needs besides its sums.
+struct Turn {
+  float scale[2], bias[2];
+  float2 angle;  // {cos, sin}
+  int slot;      // in an e4m3 cache
+};
 
 // RMSNorm, then Q, K and V with bias, RoPE on Q and K, K and V appended to the cache at the token's position.
 template <class Engine>
@@ -92,36 +109,42 @@ DEVICE void gemv_qkv(bf16* q, const KvCache& cache, const float* h, const bf16* 
   const int half = 1 << log_half, HD = 2 * half, KV = cache.KV;
   const Share units = block_share((H + 2 * KV) * half);
   const RowsRotary<typename Engine::W::type> at{w, K, units.begin, log_half};
-  const Sums sums{shared, 2 * units.count};
+  const typename Engine::Sum sums{shared, 2 * units.count};
   Engine engine;
-  engine.request(at, sums.rows, K);
+  const int pos = *pos_ptr, j = threadIdx.x, rotated = (H + KV) * half;
   engine.norm_weight(g, K);
-  float *biases = sums.constants(0), *scales = sums.constants(1);
-  for (int j = threadIdx.x; j < sums.rows; j += blockDim.x) {
-    biases[j] = bias[at.index(j)];
-    if (Engine::W::SCALED) scales[j] = scale[at.index(j)];
-  }
-  const int own = units.begin + int(threadIdx.x), own_slot = cache.slot((own >> log_half) - H, half, own % half);  // of this thread's first unit
+  engine.request(at, sums.rows, K);
+  // All but the angle is known before the wait; pos would have to be waited for.
+  const auto turn_of = [&](int u) {
+    const int i0 = at.index(2 * u), i1 = at.index(2 * u + 1), p = units.begin + u;
+    return Turn{{scale_of<Engine>(scale, i0), scale_of<Engine>(scale, i1)}, {bias[i0], bias[i1]}, make_float2(1.f, 0.f),
+                cache.slot((p >> log_half) - H, half, p & (half - 1))};
+  };
+  Turn first = turn_of(min(j, units.count - 1));
   griddep_wait();
-  const int pos = *pos_ptr;
   const float ss = engine.normed(h, K);
   const float2* angles = rope + int64_t(pos) * half;
-  const float2 early = angles[own % half];
+  const auto turn = [&](Turn& t, int p) {
+    if (p < rotated) t.angle = ld_global_f2(angles + (p & (half - 1)));
+  };
+  turn(first, units.begin + min(j, units.count - 1));
   engine.multiply(sums, at, K, ss);
-  const float inv = sums.inverse_rms(K, eps);
-  for (int u = threadIdx.x; u < units.count; u += blockDim.x) {
-    const int p = units.begin + u, head = p >> log_half, d = p % half;
-    float x = sums.total(2 * u) * inv, y = sums.total(2 * u + 1) * inv;
-    if (Engine::W::SCALED) x *= scales[2 * u], y *= scales[2 * u + 1];
-    x += biases[2 * u], y += biases[2 * u + 1];
-    const float2 cs = head >= H + KV ? make_float2(1.f, 0.f) : u < int(blockDim.x) ? early : angles[d];  // {cos, sin}
-    const float first = fmaf(x, cs.x, -y * cs.y), second = fmaf(y, cs.x, x * cs.y);
-    if (head >= H) {
-      cache.append(head - H, pos, half, d, first, second, u < int(blockDim.x) ? own_slot : cache.slot(head - H, half, d));
-    } else {
-      q[head * HD + d] = __float2bfloat16_rn(first);
-      q[head * HD + d + half] = __float2bfloat16_rn(second);
-    }
+  const auto finish = [&](int u, const Turn& t) {
+    const int p = units.begin + u, head = p >> log_half, d = p & (half - 1);
+    const float inv = sums.inverse_rms(K, eps);
+    const float x = fmaf(sums.total(2 * u) * inv, t.scale[0], t.bias[0]), y = fmaf(sums.total(2 * u + 1) * inv, t.scale[1], t.bias[1]);
+    const float a = fmaf(x, t.angle.x, -y * t.angle.y), b = fmaf(y, t.angle.x, x * t.angle.y);
+    if (head < H)
+      q[head * HD + d] = __float2bfloat16_rn(a), q[head * HD + d + half] = __float2bfloat16_rn(b);
+    else
+      cache.append(head - H, pos, half, d, a, b, t.slot);
+  };
+  if (j < units.count) finish(j, first);
+#pragma unroll 1
+  for (int u = j + blockDim.x; u < units.count; u += blockDim.x) {
+    Turn t = turn_of(u);
+    turn(t, units.begin + u);
+    finish(u, t);
   }
 }
 
@@ -131,10 +154,10 @@ DEVICE void gemv_logits(float* logits, const float* h, const bf16* g, const type
   griddep_launch();
   const Share rows = block_share(V);
   const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
-  const Sums sums{shared, rows.count};
+  const typename Engine::Sum sums{shared, rows.count};
   Engine engine;
-  engine.request(at, rows.count, K);
   engine.norm_weight(g, K);
+  engine.request(at, rows.count, K);
   griddep_wait();
   const float ss = engine.normed(h, K);
   engine.multiply(sums, at, K, ss);
@@ -149,11 +172,11 @@ DEVICE void gemv_choose(float* logits, const float* h, const bf16* g, const type
   griddep_launch();
   const Share rows = block_share(V);
   const RowsPlain<typename Engine::W::type> at{w + int64_t(rows.begin) * K, K};
-  const Sums sums{shared, rows.count};
+  const typename Engine::Sum sums{shared, rows.count};
   SHARED(ChoiceShared, sh);
   Engine engine;
-  engine.request(at, rows.count, K);
   engine.norm_weight(g, K);
+  engine.request(at, rows.count, K);
   griddep_wait();
   const SampleParams p = *params;
   const uint32_t position = uint32_t(state->pos) + 1;

@@ -134,10 +134,9 @@ DEVICE void request_first(Flight<W, C, R>& f, const Rows& rows, int count, int K
 }
 
 // All rows of the block: each warp's sums into its row of `sums`. Ends with the block's barrier.
-template <class W, int C, int R, class X, class Rows>
-DEVICE void multiply_rows(const Sums& sums, Flight<W, C, R>& f, const X& x, const Rows& rows, int K, float square_sum) {
+template <class W, int C, int R, class Sum, class X, class Rows>
+DEVICE void multiply_rows(const Sum& sums, Flight<W, C, R>& f, const X& x, const Rows& rows, int K, float square_sum) {
   const int lane = threadIdx.x % WARP, count = sums.rows;
-  float* mine = sums.warp(int(threadIdx.x) / WARP);
   for (int j0 = 0; j0 < count; j0 += R) {
     float s[R];
 #pragma unroll
@@ -154,17 +153,19 @@ DEVICE void multiply_rows(const Sums& sums, Flight<W, C, R>& f, const X& x, cons
     }
     const float sum = reduce_rows<R>(s);
     const int j = j0 + lane / (WARP / R);
-    if (lane % (WARP / R) == 0 && j < count) mine[j] = sum;
+    if (lane % (WARP / R) == 0 && j < count) sums.put(j, sum);
   }
   square_sum = warp_sum(square_sum);
-  if (lane == 0) mine[count] = square_sum;
+  if (lane == 0) sums.put(count, square_sum);
   __syncthreads();
 }
 
 // x bf16 [K] as it is, or RMSNorm's input without its scalar in fp32.
-template <class W_, int C, int R, bool NORMED>
+// WARPS: the most that a block has.
+template <class W_, int C, int R, bool NORMED, int WARPS>
 struct Fma {
   using W = W_;
+  using Sum = Sums<(WARPS + 3) / 4 * 4>;
   Flight<W, C, R> flight;
   XBf16<W, C> plain;  // x, or the norm's weight
   XFloat<W, C> weighted;
@@ -177,7 +178,7 @@ struct Fma {
   DEVICE void input(const bf16* x, int K) { fetch_x(plain, x, K); }
   DEVICE float normed(const float* h, int K) { return fetch_weighted(weighted, h, plain, K); }
   template <class Rows>
-  DEVICE void multiply(const Sums& sums, const Rows& rows, int K, float square_sum) {
+  DEVICE void multiply(const Sum& sums, const Rows& rows, int K, float square_sum) {
     if (NORMED)
       multiply_rows(sums, flight, weighted, rows, K, square_sum);
     else

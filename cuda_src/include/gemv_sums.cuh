@@ -14,22 +14,39 @@ DEVICE Share share_of(int units, unsigned b, unsigned blocks) {
 }
 DEVICE Share block_share(int units) { return share_of(units, blockIdx.x, gridDim.x); }
 
-// Shared memory of a block: part[warp][rows + 1] sums, the last column for Σ h²; then two arrays of `rows` constants.
+// Shared memory of a block: part[rows + 1][WARPS], each warp's sum of a row; the last row for Σ h². A row's sums are neighbours, WARPS of them
+// whatever the block has, zeros behind its own: a thread adds them up with a few loads at once. Then `rows` constants.
+template <int WARPS>
 struct Sums {
+  static_assert(WARPS % 4 == 0, "whole float4");
   float* part;
   int rows;
-  DEVICE float* warp(int w) const { return part + w * (rows + 1); }
-  DEVICE float* constants(int i) const { return part + int(blockDim.x) / WARP * (rows + 1) + i * rows; }
-  // Column j over all warps, in every thread that asks. Valid after the engine's multiply.
-  DEVICE float total(int j) const {
-    float s = 0.f;
-#pragma unroll 8
-    for (int w = 0; w < int(blockDim.x) / WARP; w++) s += warp(w)[j];
-    return s;
+  DEVICE float* constants() const { return part + (rows + 1) * WARPS; }
+  // This warp's sum of a row; zeros where warps would be that the block does not have.
+  DEVICE void put(int row, float sum) const {
+    const int warps = int(blockDim.x) / WARP, warp = int(threadIdx.x) / WARP;
+    part[row * WARPS + warp] = sum;
+#pragma unroll 1
+    for (int w = warp + warps; w < WARPS; w += warps) part[row * WARPS + w] = 0.f;
   }
-  // RMSNorm's scalar, from the last column.
-  DEVICE float inverse_rms(int K, float eps) const { return rsqrtf(total(rows) / float(K) + eps); }
+  // Row j over all warps, in every thread that asks. Valid after the engine's multiply.
+  DEVICE float total(int j) const {
+    const float4* p = reinterpret_cast<const float4*>(part + j * WARPS);
+    float4 s = p[0];
+#pragma unroll
+    for (int i = 1; i < WARPS / 4; i++) {
+      const float4 v = p[i];
+      s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
+    }
+    return (s.x + s.y) + (s.z + s.w);
+  }
+  // RMSNorm's scalar, from the last row.
+  DEVICE float inverse_rms(int K, float eps) const { return rsqrtf(fmaf(total(rows), rcp_approx(float(K)), eps)); }
 };
+
+// A row's scale, 1 for weights that have none. Requested before griddep_wait for a thread's first row.
+template <class Engine>
+DEVICE float scale_of(const float* scale, int i) { return Engine::W::SCALED ? scale[i] : 1.f; }
 
 // n constants of the block into shared memory: they arrive while the rows do, and are read after multiply's barrier.
 DEVICE void stage(float* dst, const float* src, int n) {

@@ -51,7 +51,7 @@ DEVICE uint32_t ld_once_u32(const void* p) {
   return v;
 }
 // Ask for a stretch of memory to be brought into L2, without waiting and without a register: keeps HBM busy while a block waits for
-// another GPU. p and bytes are multiples of 16. Nothing before sm_90, where it would only be a hint too.
+// another kernel or GPU. p and bytes are multiples of 16. Nothing before sm_90, where it would only be a hint too.
 DEVICE void prefetch_l2(const void* p, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
@@ -216,6 +216,14 @@ DEVICE float rcp_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+// The two halves of a word: written so, what takes the upper one needs no shift.
+DEVICE void split_halves(uint16_t& lo, uint16_t& hi, uint32_t w) { asm("mov.b32 {%0, %1}, %2;" : "=h"(lo), "=h"(hi) : "r"(w)); }
+// Two floats → two f16 in a word, to nearest even, past ±65504 to that: one instruction, where clamping takes four more.
+DEVICE uint32_t cvt_f16x2_sat(float lo, float hi) {
+  uint32_t w;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
+  return w;
 }
 // c[16×8] += a[16×16] · b[16×8], bf16 operands, fp32 accumulators. With g = lane/4, t = lane%4:
 // a[0] = (g, 2t..2t+1), a[1] = (g+8, 2t..), a[2] = (g, 2t+8..), a[3] = (g+8, 2t+8..); b[0] = (2t..2t+1, g), b[1] = (2t+8.., g);

@@ -36,27 +36,30 @@ DEVICE void unpack_f16(float (&f)[8], uint4 v) {
     f[2 * i + 1] = p.y;
   }
 }
-DEVICE uint32_t pack_f16(float lo, float hi) {
-  const __half2_raw h = __half2_raw(__floats2half2_rn(fminf(fmaxf(lo, -65504.f), 65504.f), fminf(fmaxf(hi, -65504.f), 65504.f)));
-  return uint32_t(h.x) | uint32_t(h.y) << 16;
-}
+DEVICE uint32_t pack_f16(float lo, float hi) { return cvt_f16x2_sat(lo, hi); }
 DEVICE uint4 pack_f16x8(const float (&f)[8]) {
   return make_uint4(pack_f16(f[0], f[1]), pack_f16(f[2], f[3]), pack_f16(f[4], f[5]), pack_f16(f[6], f[7]));
 }
 
-// Four e4m3 of a word → four floats, exactly: e4m3 → f16 (one F2FP for two on sm_89+, software below) → f32.
+// Two e4m3 → two f16 in a word, exactly (one F2FP on sm_89+, software below).
+DEVICE uint32_t widen_e4m3(uint16_t w) {
+  const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(w), __NV_E4M3);
+  return uint32_t(h.x) | uint32_t(h.y) << 16;
+}
+// The four e4m3 of a word → two words of f16.
+DEVICE void widen_e4m3x4(uint32_t& lo, uint32_t& hi, uint32_t w) {
+  uint16_t a, b;
+  split_halves(a, b, w);
+  lo = widen_e4m3(a), hi = widen_e4m3(b);
+}
+// Four e4m3 of a word → four floats, exactly: e4m3 → f16 → f32.
 DEVICE void unpack_e4m3(float (&f)[4], uint32_t w) {
+  uint32_t h[2];
+  widen_e4m3x4(h[0], h[1], w);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(w >> (16 * i)), __NV_E4M3);
-    const float2 p = __half22float2(__half2(h));
+    const float2 p = __half22float2(__half2(__half2_raw{uint16_t(h[i]), uint16_t(h[i] >> 16)}));
     f[2 * i] = p.x;
     f[2 * i + 1] = p.y;
   }
-}
-
-// Two e4m3 in the low half of w → two f16 in a word, exactly.
-DEVICE uint32_t widen_e4m3(uint32_t w) {
-  const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(w), __NV_E4M3);
-  return uint32_t(h.x) | uint32_t(h.y) << 16;
 }

@@ -125,6 +125,16 @@ inline float rcp_approx(float x) {
   const float y = 1.f / x;
   return fabsf(y) < 1.17549435e-38f ? copysignf(0.f, y) : y;
 }
+inline void split_halves(uint16_t& lo, uint16_t& hi, uint32_t w) { lo = uint16_t(w), hi = uint16_t(w >> 16); }
+// satfinite: an infinity becomes ±65504 too, a NaN stays one.
+inline uint32_t cvt_f16x2_sat(float lo, float hi) {
+  const auto one = [](float f) -> uint32_t {
+    if (f != f) return 0x7fffu;
+    const __half2_raw h = __half2_raw(__floats2half2_rn(fminf(fmaxf(f, -65504.f), 65504.f), 0.f));
+    return h.x;
+  };
+  return one(lo) | one(hi) << 16;
+}
 namespace simt {
 static constexpr WarpOp MMA_BF16_16816{"mma_bf16_16816", mma_bf16_16816, false};
 static constexpr WarpOp MMA_F16_16816{"mma_f16_16816", mma_f16_16816, false};

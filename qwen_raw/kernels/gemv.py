@@ -17,19 +17,19 @@ WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """A weight type's kernels by C, the packs of a row that one thread holds (include/gemv_fma.cuh)."""
+    """A weight type's kernels by C, the packs of a row that one thread holds (gemv_fma.cuh, gemv_diagonal.cuh)."""
 
     pack: int  # weights in 16 bytes
     add_threads: dict[int, int]  # C → the largest block of that variant, plain x
     normed_threads: dict[int, int]  # the same for the kernels that normalise
 
-    def choose(self, op: str, K: int) -> tuple[int, int]:
-        """(C, threads): the fewest packs a thread that a block of whole warps can cover K with."""
+    def choose(self, op: str, K: int) -> tuple[int, int, int]:
+        """(C, threads, the most of that variant): the fewest packs a thread with which whole warps can cover K."""
         table = self.add_threads if op in ("add", "store") else self.normed_threads
         for C, most in table.items():
             threads = -(-(K // self.pack) // (C * WARP)) * WARP
             if threads <= most:
-                return C, threads
+                return C, threads, most
         longest = max(C * most for C, most in table.items()) * self.pack
         raise QwenRawError(f"gemv_{op}: rows of {K} weights, the longest variant takes {longest}")
 
@@ -48,21 +48,21 @@ class Gemv:
         self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, grid: int | None
     ) -> tuple[Kernel, int, int, int]:
         """The kernel of a product, its blocks, threads and bytes of shared memory."""
-        C, threads = self.variants.choose(op, K)
+        C, threads, largest = self.variants.choose(op, K)
         kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
         blocks = smem = resident = 0
         # One wave: what a multiprocessor holds, at most so many. Fewer blocks need more memory each.
         most = self.swiglu_blocks_per_sm if op == "swiglu" else self.blocks_per_sm
         for per_sm in range(most, 0, -1):
             blocks = min(units, grid or dev.sm_count * per_sm)
-            smem = shared_bytes(units, blocks, rows_per_unit, threads)
+            smem = shared_bytes(units, blocks, rows_per_unit, largest)
             resident = dev.resident_blocks(kernel, threads, smem)
             if resident >= per_sm or (grid and resident):
                 break
         # Many rows on few multiprocessors: one wave's sums do not fit, several waves of smaller blocks do.
         while not resident and grid is None and blocks < units:
             blocks = min(2 * blocks, units)
-            smem = shared_bytes(units, blocks, rows_per_unit, threads)
+            smem = shared_bytes(units, blocks, rows_per_unit, largest)
             resident = dev.resident_blocks(kernel, threads, smem)
         require(resident > 0, f"gemv_{op}: {units} units in {blocks} blocks need {smem} bytes of shared memory each")
         return kernel, blocks, threads, smem
@@ -135,7 +135,8 @@ class Gemv:
         """q bf16 [H, HD], and row `pos` of both caches [KV, max_len, HD], from h f32 [K].
 
         Caches are bf16, or e4m3 with `fine` (qwen_raw/kernels/kv_cache.py).
-        bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}; pos int32 [1] on the device, below max_len.
+        bias f32 [N]; rope f32 [max_len, HD/2, 2], {cos, sin}; pos int32 [1] on the device, below max_len,
+        written before the last ordinary launch.
         """
         (H, HD), (KV, max_len, _) = q.shape, k_cache.shape
         require(
@@ -203,7 +204,7 @@ class Gemv:
         dev.launch(kernel, (blocks, 1, 1), (threads, 1, 1), args, smem=smem, pdl=pdl)
 
 
-def shared_bytes(units: int, blocks: int, rows_per_unit: int, threads: int) -> int:
-    """Shared memory of the block with the most rows: a sum a warp and row, one more a warp, two constants a row."""
+def shared_bytes(units: int, blocks: int, rows_per_unit: int, most: int) -> int:
+    """Of the block with the most rows: a sum a row and warp of the largest block, one row more, a constant a row."""
     rows = -(-units // blocks) * rows_per_unit
-    return (threads // WARP * (rows + 1) + 2 * rows) * 4
+    return (-(-most // (4 * WARP)) * 4 * (rows + 1) + rows) * 4

@@ -110,9 +110,9 @@ class GemvExchange:
         """Whether there is a variant for rows of K weights."""
         return max(C * most for C, most in self.gemv.variants.add_threads.items()) * self.gemv.variants.pack >= K
 
-    def _kernel(self, dev: Device, K: int) -> tuple[Kernel, int]:
-        C, threads = self.gemv.variants.choose("store", K)
-        return dev.kernel(self.stem, f"{self.stem}_c{C}"), threads
+    def _kernel(self, dev: Device, K: int) -> tuple[Kernel, int, int]:
+        C, threads, largest = self.gemv.variants.choose("store", K)
+        return dev.kernel(self.stem, f"{self.stem}_c{C}"), threads, largest
 
     def add(
         self,
@@ -135,13 +135,13 @@ class GemvExchange:
         check_buffer(h, (w.N,), F32, "h")
         check_buffer(x, (w.K,), BF16, "x")
         require(dev.owns(h) and dev.owns(x), f"h or x is not of {dev.name}'s stream, which rank {end.rank} belongs to")
-        kernel, threads = self._kernel(dev, w.K)
+        kernel, threads, largest = self._kernel(dev, w.K)
         # One wave, because blocks wait for other ranks'. Where ranks share a GPU: of half of it.
         blocks = smem = resident = 0
         for per_sm in range(self.gemv.blocks_per_sm, 0, -1):
             room = dev.sm_count * per_sm
             blocks = min(w.N, grid or (room if end.sharing == 1 else max(1, room // (2 * end.sharing))))
-            smem = shared_bytes(w.N, blocks, 1, threads)
+            smem = shared_bytes(w.N, blocks, 1, largest)
             resident = dev.resident_blocks(kernel, threads, smem)
             if resident >= per_sm or (grid and resident):
                 break

@@ -292,12 +292,16 @@ def halves(name: str, upper: bool) -> Probe:
     return Probe(name, run)
 
 
-def widened(machine: Machine, rng: np.random.Generator) -> Outcome:
+def widened(name: str) -> Probe:
     """Every e4m3 pattern to f16, in any place of a word."""
-    codes = rng.permutation(_BITS8)
-    out = machine.dev.zeros((128,), U32)
-    machine.run("widen_e4m3", [out, machine.dev.array(codes.view(U32)), np.int32(64)])
-    return Output(f16_to_f32(out.download().view(np.uint16))), Output(e4m3_to_f32(codes))
+
+    def run(machine: Machine, rng: np.random.Generator) -> Outcome:
+        codes = rng.permutation(_BITS8)
+        out = machine.dev.zeros((128,), U32)
+        machine.run(name, [out, machine.dev.array(codes.view(U32)), np.int32(64)])
+        return Output(f16_to_f32(out.download().view(np.uint16))), Output(e4m3_to_f32(codes))
+
+    return Probe(name, run)
 
 
 def narrows(name: str, lanes: int, convert: Callable[[Array], Array], widen: Callable[[Array], Array]) -> Probe:
@@ -313,9 +317,8 @@ def narrows(name: str, lanes: int, convert: Callable[[Array], Array], widen: Cal
 
 
 def to_f16(x: Array) -> Array:
-    """Saturating; a NaN becomes -65504, as the minimum and maximum of a NaN and a number are the number."""
-    limited = np.where(np.isnan(x), np.float32(-65504), np.clip(x, -65504, 65504)).astype(np.float32)
-    return limited.astype(np.float16).view(np.uint16)
+    """Saturating, infinities too; a NaN stays one."""
+    return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint16)
 
 
 def lane_tree(x: Array, combine: Callable[[Array, Array], Array]) -> Array:
@@ -373,6 +376,8 @@ PTX = [
     *(pushes(name, 2) for name in ("push_expect", "push_f2")),
     Probe("ex2_approx", exponentials),
     Probe("rcp_approx", reciprocals),
+    copies("split_halves", 1),
+    narrows("cvt_f16x2_sat", 2, to_f16, f16_to_f32),
     Probe("movmatrix_trans", transposed),
     Probe("global_timer_ns", clock),
     Probe("trap", no_trap),
@@ -383,7 +388,7 @@ CONVERSIONS = [
     widens("unpack_bf16", U32, 8, _BITS16, bf16_to_f32(_BITS16)),
     widens("unpack_f16", U32, 8, _BITS16, f16_to_f32(_BITS16)),
     widens("unpack_e4m3", U32, 4, _BITS8, e4m3_to_f32(_BITS8)),
-    Probe("widen_e4m3", widened),
+    *(widened(name) for name in ("widen_e4m3", "widen_e4m3x4")),
     *(narrows(name, lanes, f32_to_bf16, bf16_to_f32) for name, lanes in (("pack_bf16", 2), ("pack_bf16x8", 8))),
     *(narrows(name, lanes, to_f16, f16_to_f32) for name, lanes in (("pack_f16", 2), ("pack_f16x8", 8))),
 ]

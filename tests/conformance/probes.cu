@@ -298,7 +298,20 @@ PROBE_UNPACK(unpack_bf16, uint4, 8)
 PROBE_UNPACK(unpack_f16, uint4, 8)
 PROBE_UNPACK(unpack_e4m3, uint32_t, 4)
 KERNEL(256) void probe_widen_e4m3(uint32_t* out, const uint32_t* in, int n) {
-  for EACH(i, n) out[2 * i] = widen_e4m3(in[i]), out[2 * i + 1] = widen_e4m3(in[i] >> 16);
+  for EACH(i, n) out[2 * i] = widen_e4m3(uint16_t(in[i])), out[2 * i + 1] = widen_e4m3(uint16_t(in[i] >> 16));
+}
+KERNEL(256) void probe_widen_e4m3x4(uint32_t* out, const uint32_t* in, int n) {
+  for EACH(i, n) widen_e4m3x4(out[2 * i], out[2 * i + 1], in[i]);
+}
+KERNEL(256) void probe_split_halves(uint32_t* out, const uint32_t* in, int n) {
+  for EACH(i, n) {
+    uint16_t lo, hi;
+    split_halves(lo, hi, in[i]);
+    out[i] = lo | uint32_t(hi) << 16;
+  }
+}
+KERNEL(256) void probe_cvt_f16x2_sat(uint32_t* out, const float* in, int n) {
+  for EACH(i, n) out[i] = cvt_f16x2_sat(in[2 * i], in[2 * i + 1]);
 }
 
 // ---- include/reduce.cuh: every thread writes what it got. Blocks of whole warps, a thread an element. ---------------------------

@@ -16,7 +16,7 @@ from kernel_reference import (
     silu,
 )
 
-from loaders.dtypes import bf16_to_f32
+from loaders.dtypes import bf16_to_f32, f32_to_bf16
 from qwen_raw.device import BF16, F32
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv_bf16 import GEMV as BF16_GEMV
@@ -52,6 +52,36 @@ def test_store(dev: Any, rng: np.random.Generator, gemv: Any, N: int, K: int, gr
     y.fill(POISON)
     gemv.store(dev, y, dev.array(x), w, grid=grid)
     assert_close(bf16_to_f32(y.download()), W @ X, rel=4e-3, what="y")
+
+
+@GEMVS
+def test_inputs_of_every_magnitude(dev: Any, rng: np.random.Generator, gemv: Any) -> None:
+    """Plain inputs from 2^-24 to 2^19. As f16 operands they are exact from 2^-13 up, and off by 2^-21 at most below."""
+    N, K = 37, 1040
+    w, W = make_linear(dev, rng, N, K, gemv.fp8)
+    bits = f32_to_bf16((rng.standard_normal(K) * 2.0 ** rng.integers(-24, 18, K)).astype(np.float32))
+    X = bf16_to_f32(bits).astype(np.float64)
+    for part in (np.abs(X) < 2.0**-13, np.abs(X) < 1, np.abs(X) >= 1):
+        some, buffer = np.where(part, bits, 0).astype(np.uint16), dev.zeros((N,), F32)
+        gemv.add(dev, buffer, dev.array(some), w)
+        terms = np.abs(W) @ np.abs(np.where(part, X, 0))
+        rounded = 2.0**-21 * np.abs(W) @ (part & (np.abs(X) < 2.0**-13)) if gemv.fp8 else 0.0
+        assert_sums_close(buffer.download(), W @ np.where(part, X, 0), terms + 2.0**20 * rounded, what="h")
+
+
+@GEMVS
+@pytest.mark.parametrize("scale", [2e-4, 300.0, 3e4])
+def test_residual_streams_of_every_magnitude(dev: Any, rng: np.random.Generator, gemv: Any, scale: float) -> None:
+    """RMSNorm's scalar comes after the sums: what is multiplied is as large or small as the residual stream."""
+    I, K = 19, 528  # noqa: E741
+    (gate, G), (up, U) = make_linear(dev, rng, I, K, gemv.fp8), make_linear(dev, rng, I, K, gemv.fp8)
+    g, gv = bf16_input(rng, K)
+    h = (rng.standard_normal(K) * scale).astype(np.float32)
+    act = dev.empty((I,), BF16)
+    act.fill(POISON)
+    gemv.swiglu(dev, act, dev.array(h), dev.array(g), gate, up, 1e-12)
+    n = rmsnorm(h, gv, 1e-12)
+    assert_close(bf16_to_f32(act.download()), silu(G @ n) * (U @ n), rel=4e-3, what="act")
 
 
 @GEMVS
