@@ -4,11 +4,11 @@
 // Layout, grid, block, PRECONDs of the product, and its variants by C: gemv_fp8.cu. bytes moved: as there, and 4·N·(world - 1) over the
 // link each way. minimum arch: sm_80
 #include "include/exchange.cuh"
-#include "include/gemv_fma.cuh"
+#include "include/gemv_diagonal.cuh"
 
 // Where the compiler would spill, as in gemv_fp8.cu.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr int C2_ROWS = 2, C4_ROWS = 1;
+constexpr int C2_ROWS = 2, C4_ROWS = 2;
 #else
 constexpr int C2_ROWS = 4, C4_ROWS = 2;
 #endif
@@ -23,7 +23,7 @@ constexpr int C2_ROWS = 4, C4_ROWS = 2;
                                                           const float* scale,    /* [N] */          \
                                                           int N, int K) {                           \
     DYN_SHARED(float, shared);                                                                      \
-    gemv_exchange<Fma<WeightE4m3, C, R, false, THREADS / WARP>>(h, end, sum, next, x, w, scale, N, K, shared);      \
+    gemv_exchange<Diagonal<MmaE4m3, C, R, false, THREADS / WARP>>(h, end, sum, next, x, w, scale, N, K, shared);      \
   }
 GEMV_EXCHANGE(1, 8, 256, 2)
 GEMV_EXCHANGE(2, C2_ROWS, 640, 1)

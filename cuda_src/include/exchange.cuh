@@ -94,6 +94,8 @@ DEVICE void gemv_exchange(float* h, const Exchange& end, int sum, const Ahead& n
                           const float* scale, int N, int K, float* shared) {
   griddep_launch();
   SHARED(Share, kept);  // what would spill where it stayed in registers
+  const int j = int(threadIdx.x) >> end.log_lanes;  // this thread's first row
+  float first = 0.f;
   {
     const Share rows = block_share(N);
     if (threadIdx.x == 0) kept = rows;
@@ -101,7 +103,7 @@ DEVICE void gemv_exchange(float* h, const Exchange& end, int sum, const Ahead& n
     const typename Engine::Sum sums{shared, rows.count};
     Engine engine;
     engine.request(at, rows.count, K);
-    if (Engine::W::SCALED) stage(sums.constants(), scale + rows.begin, rows.count);
+    if (Engine::W::SCALED && j < rows.count) first = scale[rows.begin + j];  // in a register: into shared memory it would have to arrive first
     griddep_wait();
     engine.input(x, K);
     engine.multiply(sums, at, K, 0.f);
@@ -109,6 +111,7 @@ DEVICE void gemv_exchange(float* h, const Exchange& end, int sum, const Ahead& n
   fetch_ahead(next);
   const Share rows = kept;
   const typename Engine::Sum sums{shared, rows.count};
-  const float* scales = sums.constants();
-  exchange_rows(h, end, sum, rows.begin, rows.count, [&](int i) { return Engine::W::SCALED ? sums.total(i) * scales[i] : sums.total(i); });
+  exchange_rows(h, end, sum, rows.begin, rows.count, [&](int i) {
+    return Engine::W::SCALED ? sums.total(i) * (i == j ? first : scale[rows.begin + i]) : sums.total(i);
+  });
 }
