@@ -1,11 +1,11 @@
 """Prefill's matrix products alone: every shape of the given models, every variant, cuBLASLt beside.
 
-    python -m bench.gemm [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--tokens 128 …] [--table PATH]
+    python -m bench.gemm [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--tokens 128 …] [--chosen-only] [--no-peers]
 
 A product runs in a graph over enough copies of its weights to leave the L2 behind (at least 256 MiB), with its own
 epilogue: QKV with bias, RoPE and cache, gate and up with SwiGLU, O and down added to an fp32 residual stream. cuBLASLt
 computes the bare product into bf16, by the algorithm that its heuristics put first. TFLOP/s counts 2·T·N·K, GB/s the
-weights.
+weights. Both run in turns, so that neither has the cooler GPU, and the file is written after each weight type.
 "chosen" is what the launchers take by themselves.
 """
 
@@ -145,16 +145,20 @@ def make_weights(dev: CudaDevice, N: int, K: int, fp8: bool) -> list[Linear]:
     return copies
 
 
-def graph_us(dev: CudaDevice, launch: Callable[[int], None], expected_us: float) -> float:
-    """Microseconds a launch, the median of five graphs of several milliseconds."""
-    launches = max(4, int(TARGET_MS * 1e3 / expected_us))
-    launch(0)
-    with dev.capture() as capture:
-        for i in range(launches):
-            launch(i)
-    timing = time_ms(dev, capture.graph.launch, repeats=5)
-    capture.graph.close()
-    return timing.median * 1e3 / launches
+def graphs_us(dev: CudaDevice, launches: list[Callable[[int], None]], expected_us: float) -> list[float]:
+    """Microseconds a launch of each: medians of five graphs of several milliseconds, in turns."""
+    count = max(4, int(TARGET_MS * 1e3 / expected_us))
+    graphs = []
+    for launch in launches:
+        launch(0)
+        with dev.capture() as capture:
+            for i in range(count):
+                launch(i)
+        graphs.append(capture.graph)
+    rounds = [[time_ms(dev, graph.launch, repeats=1, warmup=0).median for graph in graphs] for _ in range(6)]
+    for graph in graphs:
+        graph.close()
+    return [statistics.median(samples) * 1e3 / count for samples in zip(*rounds[1:], strict=True)]
 
 
 def measure(case: Case, lt: CublasLt | None, common: dict[str, Any], ceiling: float, *, every: bool) -> dict[str, Any]:
@@ -162,25 +166,27 @@ def measure(case: Case, lt: CublasLt | None, common: dict[str, Any], ceiling: fl
     dev, flop = case.dev, 2 * case.T * case.N * case.K
     nbytes = case.weights[0].weight.nbytes
     expected = max(flop / (900e6 if case.gemm.fp8 else 550e6), nbytes / 3.5e6)
-    tried: list[dict[str, Any]] = []
-    own = choose(case.op, case.T, case.N, case.slices, dev.sm_count)
-    for choice in [own, *(case.choices() if every else [])]:
-        us = graph_us(dev, case.launch(choice), expected)
-        tried.append({"variant": choice.variant.name, "pieces": choice.pieces, "us": us})
-    us = tried[0]["us"]
-    row = common | {"op": case.stage, "tokens": case.T, "N": case.N, "K": case.K, "chosen": tried[0]}
-    tried.sort(key=lambda t: t["us"])
-    row |= {"tried": tried}
-    row |= {"us": us, "tflop_s": flop / us / 1e6, "gb_s": nbytes / us / 1e3, "of_read": nbytes / us * 1e6 / ceiling}
-    text = f"{us:8.1f} µs {row['tflop_s']:6.0f} TFLOP/s {row['gb_s']:6.0f} GB/s"
+    HD = case.out[0].shape[2] if case.op == "qkv" else 128
+    own = choose(case.op, case.T, case.N, case.slices, dev.sm_count, HD)
+    launches = [case.launch(own)]
     if lt is not None:
-        scale = case.x.scale
-        product = lt.product(case.T, case.N, case.K, fp8=case.gemm.fp8, scale=scale)
+        product = lt.product(case.T, case.N, case.K, fp8=case.gemm.fp8, scale=case.x.scale)
         c, stream = dev.empty((case.T, case.N), BF16), int(dev.stream.handle)
         weights = [w.weight for w in case.weights]
-        theirs = graph_us(dev, lambda i: product.launch(c, case.x.values, weights[i % len(weights)], stream), expected)
-        row |= {"cublas_us": theirs, "cublas_tflop_s": flop / theirs / 1e6, "ratio": theirs / us}
-        text += f"   cuBLAS {theirs:8.1f} µs {row['cublas_tflop_s']:6.0f}   ratio {theirs / us:5.2f}"
+        launches.append(lambda i: product.launch(c, case.x.values, weights[i % len(weights)], stream))
+    us, *theirs = graphs_us(dev, launches, expected)
+    chosen: dict[str, Any] = {"variant": own.variant.name, "pieces": own.pieces, "us": us}
+    tried = [chosen]
+    for choice in case.choices() if every else []:
+        (other,) = graphs_us(dev, [case.launch(choice)], expected)
+        tried.append({"variant": choice.variant.name, "pieces": choice.pieces, "us": other})
+    tried.sort(key=lambda t: t["us"])
+    row = common | {"op": case.stage, "tokens": case.T, "N": case.N, "K": case.K, "chosen": chosen, "tried": tried}
+    row |= {"us": us, "tflop_s": flop / us / 1e6, "gb_s": nbytes / us / 1e3, "of_read": nbytes / us * 1e6 / ceiling}
+    text = f"{us:8.1f} µs {row['tflop_s']:6.0f} TFLOP/s {row['gb_s']:6.0f} GB/s"
+    for us_lt in theirs:
+        row |= {"cublas_us": us_lt, "cublas_tflop_s": flop / us_lt / 1e6, "ratio": us_lt / us}
+        text += f"   cuBLAS {us_lt:8.1f} µs {row['cublas_tflop_s']:6.0f}   ratio {us_lt / us:5.2f}"
     others = "  ".join(f"{t['variant']}/{t['pieces']} {t['us']:.1f}" for t in tried[:6])
     print(
         f"{common['model']:4} tp{common['tp']} {common['dtype']} {case.stage:8} {case.T:5} × {case.N:5} × {case.K:5} "
@@ -198,14 +204,16 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="+", type=positive, default=[16, 64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--no-peers", action="store_true", help="without cuBLASLt")
     parser.add_argument("--chosen-only", action="store_true", help="only what the launchers take by themselves")
-    result_arguments(parser, "gemm.json")
+    result_arguments(parser, "gemm_MODEL_tpN.json")
     a = parser.parse_args()
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)
     print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")
     lt = None if a.no_peers else CublasLt(dev.empty((WORKSPACE,), E4M3))
     gemms = {"bf16": gemm_bf16_sm90, "fp8": gemm_fp8_sm90}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    variant = "_".join([*a.model, *(f"tp{tp}" for tp in a.tp)])
+    env = environment(dev, a.commit) | {"cublaslt": lt.version if lt else None}
     for dtype in a.dtype:
         gemm = gemms[dtype].create(dev)
         for size in a.model:
@@ -216,13 +224,13 @@ def main() -> int:
                     for T in a.tokens:
                         case = make_case(dev, gemm, SIZES[size], tp, stage, T, weights)
                         rows.append(measure(case, lt, common, ceiling, every=not a.chosen_only))
+        save("gemm", env, rows, a.output, variant)
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     if ratios:
         ahead = sum(r >= 1 for r in ratios)
         print(
             f"# of cuBLASLt: geometric mean {statistics.geometric_mean(ratios):.3f}, ahead at {ahead} of {len(ratios)}"
         )
-    save("gemm", environment(dev, a.commit) | {"cublaslt": lt.version if lt else None}, rows, a.output)
     dev.close()
     return 0
 
