@@ -246,10 +246,10 @@ VARIANTS = {
             header="gemv.cuh",
             header_edits=(
                 (
-                    "  griddep_wait();\n  const int j = threadIdx.x;\n  h += rows.begin;\n"
+                    "  griddep_wait();\n  engine.input(x, K);\n  h += rows.begin;\n"
                     "  const float old = j < rows.count ? h[j] : 0.f;\n",
-                    "  const int j = threadIdx.x;\n  h += rows.begin;\n"
-                    "  const float old = j < rows.count ? h[j] : 0.f;\n  griddep_wait();\n",
+                    "  h += rows.begin;\n  const float old = j < rows.count ? h[j] : 0.f;\n"
+                    "  griddep_wait();\n  engine.input(x, K);\n",
                 ),
             ),
             least_ranks=1,
