@@ -126,7 +126,7 @@ struct Diagonal {
         float f[8];
         plain.eight(f, c, part);
 #pragma unroll
-        for (int q = 0; q < 4; q++) x[c][2 * part + q / 2][0][q % 2] = pack_f16(f[2 * q] * W::PLAIN_SCALE, f[2 * q + 1] * W::PLAIN_SCALE);
+        for (int q = 0; q < 4; q++) x[c][2 * part + q / 2][0][q % 2] = cvt_f16x2_sat(f[2 * q] * W::PLAIN_SCALE, f[2 * q + 1] * W::PLAIN_SCALE);
       }
   }
   // h·weight, h fp32 [K]; returns this thread's share of Σ h².

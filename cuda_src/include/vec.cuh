@@ -36,7 +36,10 @@ DEVICE void unpack_f16(float (&f)[8], uint4 v) {
     f[2 * i + 1] = p.y;
   }
 }
-DEVICE uint32_t pack_f16(float lo, float hi) { return cvt_f16x2_sat(lo, hi); }
+DEVICE uint32_t pack_f16(float lo, float hi) {
+  const __half2_raw h = __half2_raw(__floats2half2_rn(fminf(fmaxf(lo, -65504.f), 65504.f), fminf(fmaxf(hi, -65504.f), 65504.f)));
+  return uint32_t(h.x) | uint32_t(h.y) << 16;
+}
 DEVICE uint4 pack_f16x8(const float (&f)[8]) {
   return make_uint4(pack_f16(f[0], f[1]), pack_f16(f[2], f[3]), pack_f16(f[4], f[5]), pack_f16(f[6], f[7]));
 }
