@@ -63,6 +63,7 @@ def verify(source: Device, target: Device) -> str | None:
     source.enable_peer(target)
     data = target.empty((max(SIZES) // 4,), U32)
     wrongs = [dev.zeros((1,), U32) for dev in (target, source)]
+    target.synchronize()  # whatever it still does to this memory, the other GPU's stores would race with
     for number, nbytes in enumerate(SIZES):
         part, seed = data.view((nbytes // 4,)), 2 * number
         for writer, reader, wrong, what in (
