@@ -24,12 +24,13 @@ def prefill_attention(
     *,
     fine: Buffer | None = None,
     wide: tuple[Buffer, Buffer] | None = None,
+    hopper: bool = True,
 ) -> None:
-    """out bf16 [rows, H, HD], as both kernels.
+    """out bf16 [rows, H, HD], as both kernels. `hopper`: by Hopper's kernel, where it runs.
 
     `wide`: room for an e4m3 cache as bf16, k and v [KV, max_len, HD], where Hopper's kernel is to attend to one, too.
     """
-    if not suits_sm90(dev.arch, out.shape[2]) or (k_cache.dtype != BF16 and wide is None):
+    if not hopper or not suits_sm90(dev.arch, out.shape[2]) or (k_cache.dtype != BF16 and wide is None):
         attn_prefill(dev, out, q, k_cache, v_cache, span, fine=fine)
         return
     if wide is not None and fine is not None:

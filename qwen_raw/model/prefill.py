@@ -15,6 +15,7 @@ from itertools import islice
 
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import Buffer, Device
+from qwen_raw.kernels import products
 from qwen_raw.kernels.attention import prefill_attention
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
@@ -43,7 +44,8 @@ def prefill_layer(
     q, attn, act = b.q.view((rows, c.H, c.HD)), b.attn.view((rows, c.H, c.HD)), b.act.view((rows, c.I))
     gemm.norm(dev, n, h, layer.norm1, c.rms_eps)
     gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, span, fine)
-    prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine, wide=wide)
+    hopper = products.suits_sm90(dev.arch, c)  # small models show what probabilities in bf16 cost
+    prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine, wide=wide, hopper=hopper)
     residual.products(gemm, h, attn.view((rows, c.H * c.HD)), layer.o, n)  # n has been used: it takes ranks' shares
     if reduce:
         residual.reduce(h, spare=n)

@@ -13,7 +13,6 @@ import numpy as np
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, E4M3, F32, I32, Buffer, Device
 from qwen_raw.kernels import products
-from qwen_raw.kernels.attention import suits_sm90
 from qwen_raw.kernels.attn_decode import Workspace
 from qwen_raw.kernels.kv_cache import fine_bytes
 from qwen_raw.kernels.products import Products
@@ -57,7 +56,7 @@ class KVCache:
             tables = np.concatenate([fit.slots.reshape(-1), fit.pairs.reshape(-1)])
             buffer.view(tables.shape, buffer.shape[0] - tables.size).upload(tables)
         wide = None
-        if fits and suits_sm90(dev.arch, c.HD):
+        if fits and products.suits_sm90(dev.arch, c):
             wide = (dev.empty((c.KV, max_len, c.HD), BF16), dev.empty((c.KV, max_len, c.HD), BF16))
         return KVCache(tuple(views[0::2]), tuple(views[1::2]), tuple(fine), max_len, wide)
 
@@ -143,7 +142,7 @@ def state_bytes(c: ModelConfig, max_len: int, kv: str = "bf16", arch: str = "") 
     """Device bytes of everything here, the small buffers left out. `kv`: type of the KV cache; `arch`: the device's."""
     T = min(CHUNK, max_len)
     row = c.D * 8 + 2 * c.H * c.HD * 2 + c.I * 2 + max(c.D, c.I, c.H * c.HD)  # the last: e4m3 inputs
-    wide = 4 * c.KV * c.HD if kv == "fp8" and suits_sm90(arch, c.HD) else 0
+    wide = 4 * c.KV * c.HD if kv == "fp8" and products.suits_sm90(arch, c) else 0
     return (c.kv_bytes_per_token(kv) + wide) * max_len + max_len * c.HD * 4 + T * row
 
 

@@ -52,7 +52,7 @@ def check(
     span = dev.array(np.array([pos0, T], np.int32))
     attn_prefill_sm90(dev, out, dev.array(q), dev.array(k), dev.array(v), span)
     got = out.download()
-    tokens = range(T) if T < 300 else sorted({0, T - 1, *rng.integers(0, T, 200).tolist()})
+    tokens = range(T) if pos0 + T < 500 else sorted({0, T - 1, *rng.integers(0, T, 14).tolist()})
     want = np.array([[attention(Q[t, h], *seen(K, V, h * KV // H, pos0 + t)) for h in range(H)] for t in tokens])
     assert_close(bf16_to_f32(got[list(tokens)]), want, rel=REL, what=f"{T} tokens after {pos0}")
     assert (got[T:] == 0xFFFF).all(), "a row of padding was written"

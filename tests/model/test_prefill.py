@@ -148,11 +148,11 @@ class OneLayer(ReferenceModel):
         self.needed = cache.length + len(ids) - 1
         return super().forward(ids, cache, **options)
 
-    def _attention(self, h: Any, layer: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, past: int) -> Any:
+    def _attention(self, h: Any, layer: Any, cos: Any, sin: Any, k: Any, v: Any, past: int, fit: Any) -> Any:
         end = past + len(h)
         if end > self.needed:
-            return super()._attention(h, layer, cos, sin, k_cache, v_cache, past)
-        return super()._attention(h, layer, cos, sin, k_cache[:, past:end], v_cache[:, past:end], 0)
+            return super()._attention(h, layer, cos, sin, k, v, past, fit)
+        return super()._attention(h, layer, cos, sin, k[:, past:end], v[:, past:end], 0, fit)
 
 
 def attentive_checkpoint(config: ModelConfig) -> SyntheticCheckpoint:
