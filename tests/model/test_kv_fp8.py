@@ -41,7 +41,7 @@ def test_nothing_saturates_and_the_largest_pairs_are_fine(rng: np.random.Generat
     D, KV, HD = 96, 2, 64
     w, g = rng.standard_normal((2 * KV * HD, D)) * np.exp(rng.uniform(-3, 3, (2 * KV * HD, 1))), rng.uniform(0.1, 3, D)
     bias = rng.standard_normal(2 * KV * HD)
-    bias[[3, 40, 64 + 9]] = 300, -500, 200
+    bias[[3, 40, 64 + 9]] = 3000, -5000, 2000  # larger than any pair of weights
     found = fit(np.linalg.norm(w * g, axis=1).astype(np.float32), bias.astype(np.float32), D, KV, HD)
     direction = w * g / np.linalg.norm(w * g, axis=1, keepdims=True)
     largest = (np.sqrt(D) * np.abs(np.sum(direction * w * g, axis=1)) + np.abs(bias)).reshape(2, KV, HD)
