@@ -291,7 +291,8 @@ VARIANTS = {
             "sample_ranks",
             "sample",
             "one tag of four is looked at: the other words of the pack may still be those of the step before the last",
-            edits=(
+            header="candidates.cuh",
+            header_edits=(
                 ("v.x >> 24 == tag && v.y >> 24 == tag && v.z >> 24 == tag && v.w >> 24 == tag", "v.x >> 24 == tag"),
             ),
         ),
