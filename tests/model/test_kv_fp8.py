@@ -20,11 +20,9 @@ from qwen_raw.kernels.attn_prefill_sm90 import ARCH
 from qwen_raw.kernels.kv_cache import COARSE, FINE_PAIRS
 from qwen_raw.kernels.kv_fold import kv_norms
 from qwen_raw.model.kv_fp8 import KVFit, fit, fold
-from qwen_raw.model.pipeline import PipelineRunner
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.speculative import SpeculativeRunner
 from qwen_raw.model.state import state_bytes
-from qwen_raw.model.transfer import TransferRunner
 from qwen_raw.observe.perplexity import perplexity
 from qwen_raw.reference import KVCache, ReferenceModel
 
@@ -226,13 +224,6 @@ def test_memory_is_counted(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(dev), "memory_info", lambda self: (25 << 20, 1 << 30))
     with pytest.raises(QwenRawError, match=r"--kv-cache-dtype fp8, or more GPUs$"):
         DeviceRunner(dev, model, **options)
-
-
-@pytest.mark.parametrize(("kind", "what"), [(PipelineRunner, "in stages"), (TransferRunner, "handed over in bf16")])
-def test_runners_without_it_say_so(kind: Any, what: str) -> None:
-    for devices in open_ranks("sim-2"):
-        with pytest.raises(UsageError, match=what):
-            kind(devices, biased_checkpoint(UNTIED), dtype="bf16", max_model_len=32, text_vocab=UNTIED.V, kv="fp8")
 
 
 def test_the_engine_takes_it_by_name() -> None:
