@@ -188,7 +188,7 @@ DEVICE void accept(DecodeState* state, DecodeState* draft, DecodeState* rows, in
   }
 }
 
-KERNEL(THREADS) void
+KERNEL_OCC(THREADS, 2) void
 accept_f32(DecodeState* state,          // [1]
            DecodeState* draft,          // [1]
            DecodeState* rows,           // [R]
@@ -210,7 +210,7 @@ accept_f32(DecodeState* state,          // [1]
                 draft_vocab, meeting, nullptr);
 }
 
-KERNEL(THREADS) void
+KERNEL_OCC(THREADS, 2) void
 accept_forced_f32(DecodeState* state,          // as accept_f32's, and so on
                   DecodeState* draft,          //
                   DecodeState* rows,           //

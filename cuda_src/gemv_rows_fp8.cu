@@ -10,7 +10,7 @@
 #include "include/gemv_rows.cuh"
 
 #define ROWS_PLAIN(TOKENS)                                                                                            \
-  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : 2) void gemv_rows_add_fp8_m##TOKENS(float* h,           /* [M, N] in place */                     \
+  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : ROWS_NARROW) void gemv_rows_add_fp8_m##TOKENS(float* h,           /* [M, N] in place */                     \
                                                         const bf16* x,      /* [M, K] */                              \
                                                         const e4m3* w,      /* [N, K] */                              \
                                                         const float* scale, /* [N] */                                 \
@@ -18,7 +18,7 @@
     DYN_SHARED(float, shared);                                                                                        \
     rows_add<MmaE4m3, TOKENS>(h, x, w, scale, {ws, counters, S, K_block, G, together}, N, M, K, shared);                                                \
   }                                                                                                                   \
-  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : 2) void gemv_rows_store_fp8_m##TOKENS(bf16* y,            /* [M, N] */                            \
+  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : ROWS_NARROW) void gemv_rows_store_fp8_m##TOKENS(bf16* y,            /* [M, N] */                            \
                                                           const bf16* x,      /* [M, K] */                            \
                                                           const e4m3* w,      /* [N, K] */                            \
                                                           const float* scale, /* [N] */                               \
@@ -30,7 +30,7 @@ ROWS_PLAIN(8)
 ROWS_PLAIN(16)
 
 #define ROWS_NORMED(TOKENS)                                                                                                       \
-  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : 2) void gemv_rows_swiglu_fp8_m##TOKENS(bf16* act,           /* [M, I] */                                      \
+  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : ROWS_NARROW) void gemv_rows_swiglu_fp8_m##TOKENS(bf16* act,           /* [M, I] */                                      \
                                                            const float* h,      /* [M, K] residual stream */                      \
                                                            const bf16* g,       /* [K] RMSNorm weight */                          \
                                                            const e4m3* w_gate,  /* [I, K] */                                      \
@@ -41,7 +41,7 @@ ROWS_PLAIN(16)
     DYN_SHARED(float, shared);                                                                                                    \
     rows_swiglu<MmaE4m3, TOKENS>(act, h, g, w_gate, s_gate, w_up, s_up, {ws, counters, S, K_block, G, together}, I, M, K, eps, shared);                             \
   }                                                                                                                               \
-  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : 2) void gemv_rows_qkv_fp8_m##TOKENS(bf16* q,            /* [M, H, HD] */                                      \
+  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : ROWS_NARROW) void gemv_rows_qkv_fp8_m##TOKENS(bf16* q,            /* [M, H, HD] */                                      \
                                                         void* k_cache,      /* of this layer: include/kv_cache.cuh */             \
                                                         void* v_cache,                                                            \
                                                         uint8_t* fine,                                                            \

@@ -44,6 +44,7 @@ struct QkvManyTokens {
       float4 cs[8];
 #pragma unroll
       for (int j0 = 0; j0 < TILES; j0 += 4) {
+        if (TILES > 8) __syncwarp();  // what later tiles need is not read while these wait: it would spill
         if (j0 % 8 == 0) {
 #pragma unroll
           for (int j = 0; j < 8 && j0 + j < TILES; j++) cs[j] = ld_global_f4(angles + (n0 + 8 * (j0 + j)) % HALF);

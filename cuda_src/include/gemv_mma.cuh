@@ -24,11 +24,11 @@ struct RowsRange {
 
 // ---- a warp's part -------------------------------------------------------------------------------------------------------------------------
 constexpr int ROWS_THREADS = 256;
-// Loads of x at once, and of sums: more spill.
+// Loads of x at once, and of sums, and blocks a multiprocessor of e4m3 weights with up to 8 tokens: more spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr int ROWS_ROUND_M8 = 4, ROWS_ROUND_M16 = 2, ROWS_SUMS = 1;
+constexpr int ROWS_ROUND_M8 = 4, ROWS_ROUND_M16 = 2, ROWS_SUMS = 1, ROWS_NARROW = 1;
 #else
-constexpr int ROWS_ROUND_M8 = 8, ROWS_ROUND_M16 = 8, ROWS_SUMS = 4;
+constexpr int ROWS_ROUND_M8 = 8, ROWS_ROUND_M16 = 8, ROWS_SUMS = 4, ROWS_NARROW = 2;
 #endif
 
 // TOKENS: columns are made for so many, 4 (two parts), 8 or 16. PARTS: of x, 1 or 2.
