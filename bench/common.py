@@ -139,6 +139,17 @@ def save(
     """Write {environment, command, rows} of bench `name` to `folder`/name.json, or name_variant.json."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / (f"{name}_{variant}.json" if variant else f"{name}.json")
-    command = ["python", "-m", f"bench.{name}", *sys.argv[1:]]
+    command = ["python", "-m", f"bench.{name}", *recorded(sys.argv[1:])]
     path.write_text(json.dumps({"environment": env, "command": command, "rows": list(rows)}, indent=1) + "\n")
     return path
+
+
+def recorded(words: Sequence[str]) -> list[str]:
+    """A command's words without --output, which names a folder of one machine."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word == "--output":
+            next(rest, None)
+        elif not word.startswith("--output="):
+            kept.append(word)
+    return kept

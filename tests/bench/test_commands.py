@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.common import recorded
+
 ROOT = Path(__file__).parents[2]
 COMMANDS = [path.stem for path in sorted((ROOT / "bench").glob("*.py")) if "__main__" in path.read_text()]
 
@@ -54,3 +56,9 @@ def test_a_gpu_that_is_not_there_is_one_line(bench: str) -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("bench: no ") and done.stderr.count("\n") == 1
     assert "--device cpu" not in done.stderr  # which is the engine's, no bench has it
+
+
+def test_results_name_no_folder_of_one_machine() -> None:
+    assert recorded(["--tp", "2", "--output", "/a/b", "--tokens", "4"]) == ["--tp", "2", "--tokens", "4"]
+    assert recorded(["--output=/a/b", "--no-peers"]) == ["--no-peers"]
+    assert recorded(["--tp", "2", "--output"]) == ["--tp", "2"]
