@@ -24,7 +24,8 @@ from qwen_raw.errors import UsageError
 from qwen_raw.kernels.bandwidth import read_all
 from qwen_raw.kernels.synthetic import synthetic_bf16
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"  # what documents quote
+OUTPUT = Path("results")  # of runs that do not say: an interrupted one must not take the place of those
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy")
 
 
@@ -130,11 +131,11 @@ def git_commit() -> str:
 def result_arguments(parser: Parser, files: str) -> None:
     """The flags of every bench that writes results: --commit and --output."""
     parser.add_argument("--commit", help="recorded in the JSON where there is no git checkout")
-    parser.add_argument("--output", type=Path, default=RESULTS, help=f"folder of {files}")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"folder of {files}; default {OUTPUT}")
 
 
 def save(
-    name: str, env: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path = RESULTS, variant: str = ""
+    name: str, env: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path = OUTPUT, variant: str = ""
 ) -> Path:
     """Write {environment, command, rows} of bench `name` to `folder`/name.json, or name_variant.json."""
     folder.mkdir(parents=True, exist_ok=True)

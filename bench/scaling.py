@@ -239,7 +239,7 @@ def main() -> int:
             model, dtype = split_spec(spec)
             config = open_model(model, dtype).config
             legal = [tp for tp in DEGREES if tp in config.legal_tp(16 if dtype == "fp8" else 8)]
-            rows = measured(RESULTS, model, dtype)
+            rows = measured(a.output, model, dtype) or measured(RESULTS, model, dtype)
             points = points_of(devices[0], spec, [tp for tp in a.tp if tp in legal], rows, a.tokens, a.repeats)
             table += report(spec, fit(points, config.L, a.reduce_us), points, rows, legal)
         save("scaling", environment(devices[0], a.commit), table, a.output)

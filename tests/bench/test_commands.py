@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.common import recorded
+from bench.common import RESULTS, recorded, result_arguments
+from qwen_raw.cli.arguments import Parser
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [path.stem for path in sorted((ROOT / "bench").glob("*.py")) if "__main__" in path.read_text()]
@@ -62,3 +63,11 @@ def test_results_name_no_folder_of_one_machine() -> None:
     assert recorded(["--tp", "2", "--output", "/a/b", "--tokens", "4"]) == ["--tp", "2", "--tokens", "4"]
     assert recorded(["--output=/a/b", "--no-peers"]) == ["--no-peers"]
     assert recorded(["--tp", "2", "--output"]) == ["--tp", "2"]
+
+
+def test_a_run_that_does_not_say_where_leaves_the_committed_results_alone() -> None:
+    parser = Parser("bench")
+    result_arguments(parser, "x.json")
+    folder = parser.parse_args([]).output
+    assert not (Path.cwd() / folder).resolve().is_relative_to(RESULTS)
+    assert parser.parse_args(["--output", str(RESULTS)]).output == RESULTS
