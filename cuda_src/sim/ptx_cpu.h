@@ -79,7 +79,9 @@ inline uint32_t atom_inc_acq_rel_gpu(uint32_t* p, uint32_t wrap, SIMT_PLACE) {
 
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------------
 inline void griddep_wait(SIMT_PLACE) { simt::griddep_wait(place); }
-inline void griddep_wait_with(uint64_t, SIMT_PLACE) { simt::griddep_wait(place); }
+inline void griddep_wait_with(uint64_t addresses, SIMT_PLACE) {
+  if (addresses) simt::griddep_wait(place);
+}
 inline void griddep_launch() { simt::griddep_launch(); }
 template <class T>
 inline void settle(T*&) {}

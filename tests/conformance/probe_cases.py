@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -124,7 +125,7 @@ def increments(machine: Machine, rng: np.random.Generator) -> Outcome:
     return Output(np.array(got, np.uint32)), Output(np.array(want, np.uint32))
 
 
-def chain(machine: Machine, rng: np.random.Generator) -> Outcome:
+def chain(machine: Machine, rng: np.random.Generator, link: str = "griddep_wait") -> Outcome:
     """A slow producer that lets its successor start early, then dependent links; each sees all of the one before."""
     n, links, dev = 1000, 4, machine.dev
     bits = words(rng, n)
@@ -135,9 +136,9 @@ def chain(machine: Machine, rng: np.random.Generator) -> Outcome:
         dev.synchronize()
         machine.run("griddep_launch", [stages[0], source, np.int32(n), np.uint64(50_000)], grid=8)
         for before, after in pairwise(stages):
-            machine.run("griddep_wait", [after, before, np.int32(n)], grid=8, pdl=True)
+            machine.run(link, [after, before, np.int32(n)], grid=8, pdl=True)
         rounds.append([stage.download() for stage in stages])
-    want = np.array([[bits + np.uint32(1 + link) for link in range(links + 1)]] * 3)
+    want = np.array([[bits + np.uint32(1 + stage) for stage in range(links + 1)]] * 3)
     return Output(np.array(rounds)), Output(want)
 
 
@@ -375,6 +376,7 @@ PTX = [
     Probe("griddep_launch", chain),
     Probe("griddep_launch", overlap, "early"),
     Probe("griddep_wait", chain),
+    Probe("griddep_wait_with", partial(chain, link="griddep_wait_with")),
     Probe("griddep_wait", overlap, "early"),
     Probe("cluster_rank", ranks_in_clusters),
     *(cluster_barrier(name) for name in ("cluster_arrive", "cluster_wait")),

@@ -154,6 +154,11 @@ KERNEL(256) void probe_griddep_wait(uint32_t* out, const uint32_t* in, int n) {
   griddep_wait();
   for EACH(i, n) out[i] = in[i] + 1;
 }
+// The same, waiting once it has its address.
+KERNEL(256) void probe_griddep_wait_with(uint32_t* out, const uint32_t* in, int n) {
+  griddep_wait_with(reinterpret_cast<uint64_t>(in));
+  for EACH(i, n) out[i] = in[i] + 1;
+}
 // Runs until its successor, launched as a dependent one, has rung: the two must overlap. grid: (1); block: 32.
 KERNEL(32) void probe_griddep_launch_early(uint32_t* heard, const uint32_t* bell, uint64_t limit_ns) {
   griddep_launch();

@@ -43,7 +43,7 @@ def start(tokenizer: Tokenizer, ids: Ids, limit: int | None = None, **params: An
     request = Request([1, 2, 3], SamplingParams(max_tokens=max(limit, 1), **params), limit, None)
 
     def measure(tokens: int) -> Stats:
-        return Stats(3, tokens, watch.prompt_s, watch.decode_s, 10, None, 0, 0, None)
+        return Stats(3, tokens, watch.prompt_s, watch.decode_s, 10, 0, None, 0, 0, None)
 
     eos: frozenset[int] = frozenset() if request.params.ignore_eos else frozenset({EOS})
     return TextStream(request, ids.generate(), decoder=tokenizer.stream(), eos_ids=eos, watch=watch, measure=measure)

@@ -14,6 +14,9 @@ from qwen_raw.simt import run, toolchain
 from qwen_raw.simt.world import SimWorld
 
 HERE = Path(__file__).parent
+KERNELS = ("small", "sample", "gemv", "gemm", "attn", "async", "clusters", "basics")
+SHORT = [*(f"tests/simt/test_{name}.py" for name in KERNELS), "tests/comm/test_collectives.py"]
+ALL = ["tests/simt", "tests/comm"]
 pytestmark = pytest.mark.skipif(run.active(), reason="starts such a process itself")
 
 BUG = """
@@ -68,10 +71,11 @@ def test_report(name: str, value: str, dtype: str, threads: str, expected: list[
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # it compiles every kernel and runs a second pytest, on a busy machine too
+@pytest.mark.timeout(1800)  # it compiles kernels and runs a second pytest, on a busy machine too
 @pytest.mark.usefixtures("sanitizer")
-def test_all_kernels() -> None:
-    done = python("-m", "pytest", "tests/simt", "tests/comm", "-p", "no:cacheprovider")
+@pytest.mark.parametrize("paths", [SHORT, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["short", "all"])
+def test_kernels(paths: list[str]) -> None:
+    done = python("-m", "pytest", *paths, "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "passed" in done.stdout
 
