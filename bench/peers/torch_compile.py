@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from typing import Any
+
+from bench.peers.replay import replay_us
 
 ROTATE_BYTES = 512 << 20
 EPS = 1e-6
@@ -81,16 +82,7 @@ def measure(torch: Any, op: str, N: int, K: int, dtype: str, launches: int, repe
     with torch.no_grad(), torch.cuda.graph(graph):
         for i in range(launches):
             f(h, g, ws[i % copies], scale, extra)
-    samples = []
-    for i in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            samples.append(begin.elapsed_time(end))
-    return float(statistics.median(samples)) * 1e3 / launches
+    return replay_us(torch, graph, launches, repeats)
 
 
 if __name__ == "__main__":

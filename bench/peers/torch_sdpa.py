@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from typing import Any
+
+from bench.peers.replay import replay_us
 
 ROTATE_BYTES = 128 << 20
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
@@ -60,16 +61,7 @@ def measure(torch: Any, backend: str, H: int, KV: int, HD: int, T: int, *, repea
             for i in range(launches):
                 q, k, v = sets[i % count]
                 attend(q, k, v, is_causal=True, enable_gqa=True)
-    samples = []
-    for i in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            samples.append(begin.elapsed_time(end))
-    return float(statistics.median(samples)) * 1e3 / launches
+    return replay_us(torch, graph, launches, repeats)
 
 
 if __name__ == "__main__":
