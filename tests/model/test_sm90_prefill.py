@@ -83,3 +83,19 @@ def test_which_models_take_them() -> None:
     assert suits_sm90(ARCH, wide)
     assert not suits_sm90("sm_80", wide) and not suits_sm90("sim", wide)
     assert not suits_sm90(ARCH, CONFIGS["HD 64, group 1"])
+
+
+def test_small_models_keep_the_plain_attention(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Hopper's attention runs, and the model is too small for Hopper's products: the golden logits ask for it."""
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("Hopper's attention for a small model")
+
+    monkeypatch.setattr(attention, "suits_sm90", lambda arch, HD: True)
+    monkeypatch.setattr(attention, "attn_prefill_sm90", refuse)
+    model = random_checkpoint(CONFIGS["HD 64, group 1"])
+    runner = DeviceRunner(dev, model, dtype="bf16", max_model_len=64, text_vocab=model.config.V, owns_device=False)
+    try:
+        assert np.isfinite(runner.logits([1, 2, 3])).all()
+    finally:
+        runner.close()
