@@ -26,6 +26,7 @@ from qwen_raw.kernels.synthetic import synthetic_bf16
 
 RESULTS = Path(__file__).parent / "results"  # what documents quote
 OUTPUT = Path("results")  # of runs that do not say: an interrupted one must not take the place of those
+SETTLE_S = 1.5  # of work before times that are differences of others, or a record
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy")
 
 
@@ -80,6 +81,31 @@ def time_ms(
             for event in pair:
                 event.close()
     return Timing(tuple(samples))
+
+
+def time_in_turns(
+    devices: CudaDevice | Sequence[CudaDevice],
+    works: Sequence[Callable[[], None]],
+    *,
+    repeats: int,
+    settle_s: float = SETTLE_S,
+) -> list[Timing]:
+    """Event times of several pieces of work, one repeat of each at a time, so that a clock that drifts drifts for all.
+
+    `settle_s`: seconds for which the work runs untimed first: clocks of an idle GPU are not yet those that last.
+    """
+
+    def once(work: Callable[[], None]) -> float:
+        return time_ms(devices, work, repeats=1, warmup=0).median
+
+    until = time.perf_counter() + settle_s
+    settled = False
+    while not settled:
+        for work in works:
+            once(work)
+        settled = time.perf_counter() >= until
+    rounds = [[once(work) for work in works] for _ in range(repeats)]
+    return [Timing(samples) for samples in zip(*rounds, strict=True)]
 
 
 @contextmanager

@@ -8,18 +8,19 @@ through the engine's own ring. GB/s counts the weights once a token (LM head inc
 of all ranks; `of read` is its share of the read ceiling of their GPUs, measured in the same run on the first. A context
 is set by moving the position: the keys are whatever the cache holds, which decode reads at the same cost.
 
-With several ranks, `reduce` is what a sum over ranks adds: the step less the step without them, over 2·L. The JSON is
-written after every model.
+With several ranks, `reduce` is what a sum over ranks adds: the step less the step without them, over 2·L, both timed in
+turns. Replays run for a moment before any is timed: the clocks should be those that last. The JSON is written after
+every model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, Literal
 
-from bench.common import command, environment, open_gpus, read_ceiling, result_arguments, save, time_ms
+from bench.common import Timing, command, environment, open_gpus, read_ceiling, result_arguments, save, time_in_turns
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
@@ -53,12 +54,21 @@ def open_runner(
     )  # fmt: skip
 
 
-def step_us(
-    devices: Sequence[CudaDevice], runner: DeviceRunner, context: int, tokens: int, repeats: int, step: Step | None
-) -> tuple[float, float]:
-    """(median µs of a step, spread) of `tokens` replays back to back."""
-    timing = time_ms(devices, lambda: runner.replay(context, tokens, step), repeats=repeats)
-    return timing.median * 1e3 / tokens, timing.spread
+def steps_us(
+    devices: Sequence[CudaDevice],
+    runner: DeviceRunner,
+    context: int,
+    tokens: int,
+    repeats: int,
+    steps: Sequence[Step | None],
+) -> list[Timing]:
+    """Microseconds of each of `steps` (None: the runner's own), `tokens` replays back to back, in turns."""
+
+    def replays(step: Step | None) -> Callable[[], None]:
+        return lambda: runner.replay(context, tokens, step)
+
+    timings = time_in_turns(devices, [replays(step) for step in steps], repeats=repeats)
+    return [Timing(tuple(ms * 1e3 / tokens for ms in timing.samples)) for timing in timings]
 
 
 def measure(
@@ -81,18 +91,19 @@ def measure(
     for context in contexts:
         if context + tokens > runner.max_model_len:
             continue
-        us, spread = step_us(devices, runner, context, tokens, repeats, None)
+        steps = [None] if without is None else [None, without]
+        whole, *alone = steps_us(devices, runner, context, tokens, repeats, steps)
+        us = whole.median
         moved = (runner.bytes_per_token + runner.kv_bytes_per_token * (context + tokens / 2)) / us * 1e6
         row: dict[str, Any] = {
             "model": model, "dtype": dtype, "kv": kv, "tp": len(devices), "devices": [dev.ordinal for dev in devices],
             "layers": runner.config.L, "context": context, "tokens": tokens, "repeats": repeats,
-            "tok_s": 1e6 / us, "spread": spread,
+            "tok_s": 1e6 / us, "spread": whole.spread, "samples_us": list(whole.samples),
             "gb_s": moved / 1e9, "of_read": moved / (ceiling * gpus), "read_gb_s": ceiling / 1e9, "load_s": load_s,
         }  # fmt: skip
-        if without is not None:
-            alone, _ = step_us(devices, runner, context, tokens, repeats, without)
-            row |= {"comm": comm, "path": runner.ranks[0].residual.path, "us_without_reduce": alone}
-            row["reduce_us"] = (us - alone) / (2 * runner.config.L)
+        for timing in alone:
+            row |= {"comm": comm, "path": runner.ranks[0].residual.path, "us_without_reduce": timing.median}
+            row["reduce_us"] = (us - timing.median) / (2 * runner.config.L)
         if context == 0 and tokens > 1:
             row["host_tok_s"] = host_rate(runner, tokens)
         rows.append(row)

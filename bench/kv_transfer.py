@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.allreduce import Ranks
 from bench.common import command, save
-from bench.decode import split_spec, step_us
+from bench.decode import split_spec, steps_us
 from bench.hand_over import SMALLEST, add_arguments, compare, gpus_of, open_both, open_devices
 from qwen_raw.cli.arguments import Parser
 from qwen_raw.driver.device import CudaDevice
@@ -68,9 +68,9 @@ def main() -> int:
                 row: dict[str, Any] = {"model": model, "dtype": dtype}
                 row |= compare(one, apart, prompt, a.tokens, a.repeats if gpus else 0)
                 if gpus:
-                    us, spread = step_us(gpus[1:], apart, prompt, a.tokens, a.repeats, None)
-                    alone, _ = step_us(gpus[:1], one, prompt, a.tokens, a.repeats, None)
-                    row |= {"tok_s": 1e6 / us, "spread": spread, "one_tok_s": 1e6 / alone}
+                    (step,) = steps_us(gpus[1:], apart, prompt, a.tokens, a.repeats, [None])
+                    (alone,) = steps_us(gpus[:1], one, prompt, a.tokens, a.repeats, [None])
+                    row |= {"tok_s": 1e6 / step.median, "spread": step.spread, "one_tok_s": 1e6 / alone.median}
                     row |= hand_over(gpus, apart, prompt, a.repeats)
                 rows.append(row)
                 print(line(row), flush=True)

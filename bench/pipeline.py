@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.common import command, save
-from bench.decode import split_spec, step_us
+from bench.decode import split_spec, steps_us
 from bench.hand_over import SMALLEST, add_arguments, compare, gpus_of, open_both, open_devices
 from qwen_raw.cli.arguments import Parser
 from qwen_raw.driver.device import CudaDevice
@@ -30,7 +30,7 @@ def stages_us(gpus: list[CudaDevice], runner: DeviceRunner, context: int, tokens
     times = []
     for gpu, stage in zip(gpus, runner.ranks, strict=True):
         step = Step.create([stage], StepOptions(skip=frozenset({"reduce"} if stage.chooses else {"reduce", "sample"})))
-        times.append(step_us([gpu], runner, context, tokens, repeats, step)[0])
+        times.append(steps_us([gpu], runner, context, tokens, repeats, [step])[0].median)
         step.close()
     return times
 
@@ -63,11 +63,12 @@ def main() -> int:
                 row = {"model": model, "dtype": dtype, "stages": len(devices)}
                 row |= compare(one, staged, prompt, a.tokens, a.repeats if gpus else 0)
                 if gpus:
-                    alone, _ = step_us(gpus[:1], one, prompt, a.tokens, a.repeats, None)
-                    us, spread = step_us(gpus, staged, prompt, a.tokens, a.repeats, None)
+                    (alone,) = steps_us(gpus[:1], one, prompt, a.tokens, a.repeats, [None])
+                    (step,) = steps_us(gpus, staged, prompt, a.tokens, a.repeats, [None])
                     apart = stages_us(gpus, staged, prompt, a.tokens, a.repeats)
-                    row |= {"tok_s": 1e6 / us, "spread": spread, "one_tok_s": 1e6 / alone, "stages_us": apart,
-                            "hand_over_us": (us - sum(apart)) / (2 * len(devices) - 2)}  # fmt: skip
+                    row |= {"tok_s": 1e6 / step.median, "spread": step.spread, "one_tok_s": 1e6 / alone.median,
+                            "stages_us": apart,
+                            "hand_over_us": (step.median - sum(apart)) / (2 * len(devices) - 2)}  # fmt: skip
                 rows.append(row)
                 print(line(row), flush=True)
                 if gpus:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, open_gpus, result_arguments, save, time_ms
+from bench.common import RESULTS, command, environment, open_gpus, result_arguments, save, time_in_turns
 from bench.decode import split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, positive
@@ -160,7 +160,7 @@ def step_without_sums_us(device: CudaDevice, spec: str, tp: int, tokens: int, re
         for _ in range(tokens):
             graph.launch()
 
-    timing = time_ms(device, replay, repeats=repeats)
+    (timing,) = time_in_turns(device, [replay], repeats=repeats)
     graph.close()
     return timing.median * 1e3 / tokens
 

@@ -9,15 +9,16 @@ ceiling counts the stage's weights, or for attention the keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.common import command, environment, read_ceiling, result_arguments, save, time_ms
+from bench.common import command, environment, read_ceiling, result_arguments, save, time_in_turns
 from bench.decode import split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, natural
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.model.decode import STAGES, StepOptions
-from qwen_raw.model.runner import DeviceRunner
+from qwen_raw.model.runner import DeviceRunner, Step
 
 STEPS = 64
 
@@ -37,27 +38,36 @@ def stage_bytes(runner: DeviceRunner, stage: str, context: int) -> int:
     return 0
 
 
-def step_us(dev: CudaDevice, runner: DeviceRunner, options: StepOptions, context: int) -> float:
-    """Median microseconds of a step with `options`, replayed back to back."""
-    step = runner.capture_step(options)
-    timing = time_ms(dev, lambda: runner.replay(context, STEPS, step), repeats=5)
-    step.close()
-    return timing.median * 1e3 / STEPS
+def steps_us(dev: CudaDevice, runner: DeviceRunner, options: Sequence[StepOptions], context: int) -> list[float]:
+    """Median microseconds of a step with each of `options`, replayed back to back, in turns."""
+
+    def replays(step: Step) -> Callable[[], None]:
+        return lambda: runner.replay(context, STEPS, step)
+
+    steps = [runner.capture_step(o) for o in options]
+    timings = time_in_turns(dev, [replays(step) for step in steps], repeats=9)
+    for step in steps:
+        step.close()
+    return [timing.median * 1e3 / STEPS for timing in timings]
 
 
 def measure(
     dev: CudaDevice, runner: DeviceRunner, model: str, context: int, blocks: int | None, ceiling: float
 ) -> list[dict[str, Any]]:
     """One row for the step and one a stage."""
-    whole = step_us(dev, runner, StepOptions(blocks_per_sm=blocks), context)
+    stages = [s for s in STAGES if s != "reduce"]  # one GPU
+    whole, *without = steps_us(
+        dev, runner,
+        [StepOptions(skip=frozenset(skip), blocks_per_sm=blocks) for skip in [(), *((s,) for s in stages)]], context,
+    )  # fmt: skip
     common = {"model": model, "dtype": runner.dtype, "context": context, "blocks_per_sm": blocks}
     rows: list[dict[str, Any]] = [common | {"stage": "step", "us": whole, "tok_s": 1e6 / whole}]
     print(
         f"{model} {runner.dtype}, context {context}, blocks/SM {blocks or 'default'}: "
         f"{whole:.1f} µs, {1e6 / whole:.1f} tok/s"
     )
-    for stage in (s for s in STAGES if s != "reduce"):  # one GPU
-        us = whole - step_us(dev, runner, StepOptions(skip=frozenset({stage}), blocks_per_sm=blocks), context)
+    for stage, rest in zip(stages, without, strict=True):
+        us = whole - rest
         nbytes, calls = (
             stage_bytes(runner, stage, context),
             1 if stage in ("embed", "head", "sample") else runner.config.L,
