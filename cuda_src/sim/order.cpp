@@ -8,6 +8,7 @@ namespace simt {
 namespace {
 
 constexpr int MANY_POLLS = 256;  // polls without any progress in the world, after which a thread that reads several addresses sleeps too
+constexpr size_t MOST_POLLED = 8;  // addresses that a thread is known to poll in turn
 
 bool releases(Order o) { return o == Order::RELEASE || o == Order::ACQ_REL; }
 bool acquires(Order o) { return o == Order::ACQUIRE || o == Order::ACQ_REL; }
@@ -62,6 +63,25 @@ void store_or_add(void* dst, const void* src, size_t bytes, bool add, Order orde
   give_way(world->chance_store);
 }
 
+// In order no other thread runs between two looks, so a round over several addresses that finds each as it was is a poll, too. (Under a
+// random schedule a thread gives way after a look, and MANY_POLLS do.)
+bool round_in_vain(Thread& t, const void* p, size_t bytes) {
+  if (world->options.random) return false;
+  Poll now{static_cast<const char*>(p), uint8_t(bytes), {}};
+  memcpy(now.value, p, bytes);
+  for (Poll& before : t.polls) {
+    if (before.at != p || before.bytes != bytes) continue;
+    if (memcmp(before.value, p, bytes) == 0) return ++t.unchanged >= t.polls.size();
+    before = now;
+    t.unchanged = 0;
+    return false;
+  }
+  if (t.polls.size() == MOST_POLLED) t.polls.erase(t.polls.begin());
+  t.polls.push_back(now);
+  t.unchanged = 0;
+  return false;
+}
+
 // Sleeps when the thread reads what it has just read: true if it did.
 bool sleep_if_polling(Thread& t, const void* p, size_t bytes, Place place) {
   const bool again = t.poll == p && t.poll_bytes == bytes && memcmp(t.poll_value, p, bytes) == 0;
@@ -69,10 +89,13 @@ bool sleep_if_polling(Thread& t, const void* p, size_t bytes, Place place) {
   t.poll_bytes = uint8_t(bytes);
   memcpy(t.poll_value, p, bytes);
   if (t.poll_progress != world->progress) t.poll_progress = world->progress, t.poll_repeats = 0;
-  if (!again && ++t.poll_repeats <= MANY_POLLS) return false;
-  if (again) t.poll_repeats = 0;
+  if (again) t.polls.clear();
+  const bool known = again || round_in_vain(t, p, bytes);  // that nothing else is polled
+  if (!known && ++t.poll_repeats <= MANY_POLLS) return false;
+  if (known) t.poll_repeats = 0;
   world->park(place);
   t.poll_repeats = 0;
+  t.unchanged = 0;
   return true;
 }
 

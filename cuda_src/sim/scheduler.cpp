@@ -217,7 +217,7 @@ void World::wake(const char* begin, size_t bytes) {
     auto& parked = ranks[r].parked;
     for (size_t i = 0; i < parked.size();) {
       Thread* t = parked[i];
-      const bool hit = owner < 0 || t->poll_repeats > 0 || (t->poll < begin + bytes && begin < t->poll + t->poll_bytes);
+      const bool hit = owner < 0 || t->poll_repeats > 0 || polls_in(*t, begin, bytes);
       if (!hit) {
         i++;
         continue;
@@ -236,7 +236,19 @@ void World::park(Place place) {
   suspend(State::POLL, place);
 }
 
-bool World::memory_changed(const Thread& t) const { return memcmp(t.poll, t.poll_value, t.poll_bytes) != 0; }
+bool World::polls_in(const Thread& t, const char* begin, size_t bytes) const {
+  if (t.poll < begin + bytes && begin < t.poll + t.poll_bytes) return true;
+  for (const Poll& p : t.polls)
+    if (p.at < begin + bytes && begin < p.at + p.bytes) return true;
+  return false;
+}
+
+bool World::memory_changed(const Thread& t) const {
+  if (memcmp(t.poll, t.poll_value, t.poll_bytes) != 0) return true;
+  for (const Poll& p : t.polls)
+    if (memcmp(p.at, p.value, p.bytes) != 0) return true;
+  return false;
+}
 
 // Wakes the threads whose polled memory has changed behind the wrappers' back, or all of them.
 bool World::wake_parked(bool all) {

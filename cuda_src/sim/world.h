@@ -43,6 +43,12 @@ struct PendingBox {
   Place place;
 };
 
+// What a thread read from where.
+struct Poll {
+  const char* at;
+  unsigned char bytes, value[16];
+};
+
 struct Thread : ThreadView {
   Fiber* fiber = nullptr;  // taken when the thread first runs
   Block* block = nullptr;
@@ -55,6 +61,10 @@ struct Thread : ThreadView {
   unsigned char poll_bytes = 0, poll_value[16] = {};
   uint64_t poll_progress = 0;
   int poll_repeats = 0;
+  // In order only: its latest reads, one an address, and how many reads in a row found what they had found before. A thread that polls
+  // several addresses in turn, one a peer, sleeps when it has found all of them as they were.
+  std::vector<Poll> polls;
+  size_t unchanged = 0;
   bool reads_clock = false;  // its polls have a deadline
   std::vector<AsyncCopy> copies;  // those from `arrived` on are on their way
   size_t arrived = 0;
@@ -247,6 +257,7 @@ struct World {
   bool wake_parked(bool all);
   int rounds_left();
   bool memory_changed(const Thread& t) const;
+  bool polls_in(const Thread& t, const char* begin, size_t bytes) const;
   void park(Place place);                  // the running thread, until what it polls changes
 
   // ---- failure (report.cpp)

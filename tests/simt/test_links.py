@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen_raw.device import U32, U64
+from qwen_raw.device import BF16, U32, U64
+from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lamport
 from qwen_raw.simt.device import SimDevice
 from qwen_raw.simt.native import SimError
 from qwen_raw.simt.world import SimWorld
@@ -177,6 +178,24 @@ def test_deadlock_names_every_rank_that_waits(new_world: NewWorld, seed: int | N
     assert "kernel signal_right, rank 0, block (0,0,0): poll argument peers + 0 (2048 bytes), links.cu:" in str(
         caught.value
     )
+
+
+def test_a_poll_of_several_peers_costs_what_they_send(new_world: NewWorld) -> None:
+    """Each thread polls three addresses in turn, and sleeps until one of them changes: no other store wakes it."""
+    n, ranks = 2048, 4
+    world = new_world(ranks)
+    devices = [SimDevice(world=world, rank=rank) for rank in range(ranks)]
+    ends = LamportWorkspace.create(devices, n // 8, limit_ns=0)
+    vectors = [device.zeros((n,), BF16) for device in devices]
+    sums = [device.zeros((n,), BF16) for device in devices]
+    world.run()
+    before = world.stats().steps
+    with world.together():
+        for end, out, vector in zip(ends, sums, vectors, strict=True):
+            allreduce_lamport(end, out, vector)
+    world.run()
+    packs = ranks * (n // 8)
+    assert packs < world.stats().steps - before < 2 * ranks * packs
 
 
 def test_a_trace_shows_the_flag_overtaking_the_payload(new_world: NewWorld) -> None:
