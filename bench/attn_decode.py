@@ -1,10 +1,11 @@
-"""Decode attention alone: µs, GB/s of keys and values and share of the read ceiling, at each length, beside FlashInfer.
+"""Decode attention alone: µs, GB/s of keys and values and share of the read ceiling, at each length.
 
     python -m bench.attn_decode [--model 7b …] [--tp 1 …] [--context N …] [--tokens N …] [--kv-cache-dtype bf16 fp8]
                                 [--cluster N …] [--keys N …]
 
 LAUNCHES dependent launches in a graph, each on keys and values of its own and on the output of the one before as its
 queries; what the L2 holds is driven out before each replay. A long context has fewer copies, 512 MiB at least.
+Where FlashInfer was measured on such a GPU, in another run, its figure is quoted beside.
 `--cluster` and `--keys` try other splits than the launcher's: blocks a cluster, and keys a block before another
 cluster joins.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import command, environment, read_ceiling, result_arguments, save, time_ms
+from bench.common import command, environment, quoted, read_ceiling, result_arguments, save, time_ms
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, natural, positive
 from qwen_raw.config import FINE
@@ -127,9 +128,9 @@ def measure(case: Case, label: dict[str, Any], splits: list[Split], ceiling: flo
         row = label | {"H": H, "KV": KV, "HD": HD, "kv": case.kv, "context": case.context, "tokens": case.tokens}
         row |= {"cluster": s.cluster, "clusters": s.clusters, "singles": s.singles}
         row |= {"keys": 1 << (s.log_keys - s.log_cluster)}
-        row |= {"us": us, "gb_s": rate / 1e9, "of_read": rate / ceiling, "flashinfer_us": theirs}
+        row |= {"us": us, "gb_s": rate / 1e9, "of_read": rate / ceiling} | quoted("FlashInfer 0.6.13", us=theirs)
         rows.append(row)
-        beside = f"   FlashInfer {theirs:5.2f} µs, {theirs / us:4.2f} times" if theirs else ""
+        beside = f"   FlashInfer (quoted) {theirs:5.2f} µs, {theirs / us:4.2f} times" if theirs else ""
         print(
             f"{label['model']:5} tp{label['tp']} {H:2}/{KV} hd{HD:<3} {case.kv} context {case.context:5} "
             f"tokens {case.tokens} "

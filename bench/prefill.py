@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import command, environment, open_gpus, result_arguments, save
+from bench.common import command, environment, open_gpus, quoted, result_arguments, save
 from bench.decode import open_runner, split_spec
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
@@ -32,7 +32,10 @@ from qwen_raw.model.runner import DeviceRunner
 DEFAULT = ["random:7b:bf16", "random:7b:fp8"]
 PROMPTS = [5, 128, 129, 512, 2048, 8192]
 TOKENS = 8  # asked for, so that steps are queued behind prefill as in a real generation
-COLUMNS = ("model", "dtype", "tp", "prompt", "rows", "TTFT ms", "", "tok/s", "TFLOP/s", "syncs", "vLLM", "first", "MiB")
+COLUMNS = (
+    "model", "dtype", "tp", "prompt", "rows", "TTFT ms", "", "tok/s", "TFLOP/s", "syncs", "vLLM (quoted)", "first",
+    "MiB",
+)  # fmt: skip
 # ms, by (model, dtype, ranks) and prompt.
 VLLM = {
     ("random:7b", "bf16", 1): {128: 32.5, 512: 31.3, 2048: 48.9},
@@ -80,9 +83,9 @@ def measure(
             "prompt": tokens, "rows": padded(runner, tokens), "repeats": repeats, "ttft_ms": ms,
             "spread": (max(samples) - min(samples)) / ms, "tok_s": tokens / ms * 1e3,
             "tflop_s": 2e-9 * tokens * runner.config.linear_params() / ms, "host_syncs": max(waits),
-            "vllm_ttft_ms": VLLM.get((model, dtype, len(devices)), {}).get(tokens), "first_ms": first,
-            "graph_bytes": runner.peak_bytes - before,
+            "first_ms": first, "graph_bytes": runner.peak_bytes - before,
         }  # fmt: skip
+        row |= quoted("vLLM 0.25.1", ttft_ms=VLLM.get((model, dtype, len(devices)), {}).get(tokens))
         rows.append(row)
         print(line(row), flush=True)
     runner.close()
@@ -91,10 +94,10 @@ def measure(
 
 def line(row: dict[str, Any]) -> str:
     """A row as people read it."""
-    vllm = "" if row["vllm_ttft_ms"] is None else f"{row['vllm_ttft_ms']:.1f}"
+    vllm = f"{row['quoted']['ttft_ms']:.1f}" if "quoted" in row else ""
     return (
         f"{row['model']:18} {row['dtype']:5} {row['tp']:2} {row['prompt']:6} {row['rows']:>14} {row['ttft_ms']:8.2f} "
-        f"±{100 * row['spread']:4.1f}% {row['tok_s']:9.0f} {row['tflop_s']:8.1f} {row['host_syncs']:5} {vllm:>6} "
+        f"±{100 * row['spread']:4.1f}% {row['tok_s']:9.0f} {row['tflop_s']:8.1f} {row['host_syncs']:5} {vllm:>13} "
         f"{row['first_ms']:7.1f} {row['graph_bytes'] / 2**20:6.1f}"
     )
 
@@ -117,7 +120,7 @@ def main() -> int:
     a = parser.parse_args()
     with open_gpus(a.tp, a.devices) as devices:
         print(f"# {devices[0].name}, {devices[0].driver}; call with ids → first id on the host, no tokenisation")
-        heads = "{:18} {:5} {:>2} {:>6} {:>14} {:>8} {:6} {:>9} {:>8} {:>5} {:>6} {:>7} {:>6}"
+        heads = "{:18} {:5} {:>2} {:>6} {:>14} {:>8} {:6} {:>9} {:>8} {:>5} {:>13} {:>7} {:>6}"
         print(heads.format(*COLUMNS))
         rows = []
         for spec in a.model or DEFAULT:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, open_gpus, result_arguments, save, time_in_turns
+from bench.common import RESULTS, command, environment, open_gpus, quoted, result_arguments, save, time_in_turns
 from bench.decode import split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, positive
@@ -204,21 +204,21 @@ def report(
         f"\n{model} {dtype}: T(tp) = {found.weight_us:.0f} µs / tp + {found.serial_us:.0f} µs + "
         f"{found.reduces} × {found.reduce_us:.2f} µs ({found.reduce_from})"
     )
-    print("# vLLM: another run's figures, on the same kind of GPU" if vllm else "# vLLM: not measured")
-    print(f"{'tp':>4} {'tok/s':>8} {'speed-up':>9} {'Amdahl':>7} {'no sums':>8} {'measured':>9} {'vLLM':>6}")
+    print(f"{'tp':>4} {'tok/s':>8} {'speed-up':>9} {'Amdahl':>7} {'no sums':>8} {'measured':>9} {'vLLM (quoted)':>13}")
     table, base = [], found.us(1)
     for tp in legal:
         here = rows[tp]["tok_s"] if tp in rows else None
         row: dict[str, Any] = {
             "model": model, "dtype": dtype, "tp": tp, "tok_s": 1e6 / found.us(tp), "speed_up": base / found.us(tp),
             "amdahl": base / found.without_sums(tp), "lone_rank_tok_s": alone.get(tp), "measured_tok_s": here,
-            "vllm_tok_s": vllm.get(tp), **asdict(found),
+            **asdict(found),
         }  # fmt: skip
+        row |= quoted("vLLM 0.25.1" if tp < 8 else "vLLM, by others", tok_s=vllm.get(tp))
         table.append(row)
         cells = [f"{x:.1f}" if x is not None else "" for x in (alone.get(tp), here, vllm.get(tp))]
         print(
             f"{tp:4} {row['tok_s']:8.1f} {row['speed_up']:9.2f} {row['amdahl']:7.2f} {cells[0]:>8} {cells[1]:>9} "
-            f"{cells[2]:>6}",
+            f"{cells[2]:>13}",
             flush=True,
         )
     return table

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from bench import prefill
+from bench.common import quoted
 from qwen_raw.simt.device import SimDevice
 
 
@@ -27,7 +28,8 @@ def test_rows(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefill.line(rows[1]).startswith(f"tiny-shakespeare-draft bf16  {ranks:2}     37")
 
 
-def test_vllm_is_beside() -> None:
+def test_vllm_is_quoted_beside() -> None:
+    """A figure of another run is not named as if this one had measured it."""
     row = {
         "model": "random:7b",
         "dtype": "fp8",
@@ -38,5 +40,7 @@ def test_vllm_is_beside() -> None:
         "spread": 0.0,
     }
     row |= {"tok_s": 7e4, "tflop_s": 920.0, "host_syncs": 1, "first_ms": 30.0, "graph_bytes": 1 << 20}
-    row["vllm_ttft_ms"] = prefill.VLLM["random:7b", "fp8", 1][2048]
-    assert " 34.0 " in prefill.line(row)
+    assert " 34.0 " not in prefill.line(row)
+    row |= quoted("vLLM 0.25.1", ttft_ms=prefill.VLLM["random:7b", "fp8", 1][2048])
+    assert row["quoted"] == {"from": "vLLM 0.25.1", "ttft_ms": 34.0} and " 34.0 " in prefill.line(row)
+    assert "vLLM (quoted)" in prefill.COLUMNS and quoted("vLLM 0.25.1", ttft_ms=None) == {}
