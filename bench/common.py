@@ -23,6 +23,7 @@ from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import UsageError
 from qwen_raw.kernels.bandwidth import read_all
 from qwen_raw.kernels.synthetic import synthetic_bf16
+from qwen_raw.observe.machine import cpu_cores, cpu_name
 
 RESULTS = Path(__file__).parent / "results"  # what documents quote
 OUTPUT = Path("results")  # of runs that do not say: an interrupted one must not take the place of those
@@ -125,22 +126,28 @@ def read_ceiling(dev: CudaDevice, nbytes: int = 4 << 30, repeats: int = 7) -> fl
     return nbytes / (timing.median * 1e-3)
 
 
-def environment(dev: CudaDevice, commit: str | None) -> dict[str, Any]:
-    """What a figure depends on besides the code."""
+def environment(dev: CudaDevice | None, commit: str | None) -> dict[str, Any]:
+    """What a figure depends on besides the code. `dev` None: no GPU had a part in it."""
     versions = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    where = {"cpu": cpu_name(), "cores": cpu_cores()} if dev is None else {"gpu": dev.name, "driver": dev.driver}
     return {
-        "gpu": dev.name,
-        "driver": dev.driver,
+        **where,
         "python": sys.version.split()[0],
         "packages": versions,
         "commit": commit or git_commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def quoted(source: str, **figures: float | None) -> dict[str, Any]:
+    """What another engine took in a run that is not this one, for a row: "quoted", or nothing without a figure."""
+    known = {name: figure for name, figure in figures.items() if figure is not None}
+    return {"quoted": {"from": source, **known}} if known else {}
 
 
 def git_commit() -> str:

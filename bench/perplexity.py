@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import qwen_raw
-from bench.common import command, git_commit, result_arguments, save
+from bench.common import command, environment, result_arguments, save
 from qwen_raw.cli.arguments import Parser, positive
+from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import UsageError
+from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.observe.perplexity import Logits, perplexity
 
 TEXT = Path(__file__).parents[1] / "tests" / "golden" / "validation.txt"
@@ -22,8 +24,8 @@ TEXT = Path(__file__).parents[1] / "tests" / "golden" / "validation.txt"
 
 def measure(
     model: str | None, device: str, dtype: str, kv: str, text: str, tokens: int | None, window: int
-) -> list[dict[str, Any]]:
-    """One row a path: the model in `dtype`, its cache in `kv`, over the first `tokens` tokens of the text."""
+) -> tuple[list[dict[str, Any]], CudaDevice | None]:
+    """One row a path: the model in `dtype`, its cache in `kv`, over the text's first `tokens` tokens; and its GPU."""
     rows = []
     with qwen_raw.load(model, device=device, dtype=dtype, kv_cache_dtype=kv) as engine:
         ids, window = engine.encode(text)[:tokens], min(window, engine.runner.max_model_len)
@@ -35,7 +37,8 @@ def measure(
             row = {"model": engine.config.name, "device": engine.runner.device_name, "dtype": dtype, "path": path}
             row |= {"kv": kv, "tokens": found.tokens, "window": window, "nll": found.nll, "perplexity": found.value}
             rows.append(row)
-    return rows
+        devices = engine.runner.devices if isinstance(engine.runner, DeviceRunner) else ()
+        return rows, next((dev for dev in devices if isinstance(dev, CudaDevice)), None)
 
 
 def main() -> int:
@@ -54,14 +57,15 @@ def main() -> int:
         raise UsageError(f"cannot read {a.text}: {error}") from error
     runs = [(a.device, *types) for types in (("bf16", "bf16"), ("fp8", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"))]
     runs += [("cpu", "bf16", "bf16")] if a.reference else []
-    rows = [row for run in runs for row in measure(a.model, *run, text, a.tokens, a.window)]
+    found = [measure(a.model, *run, text, a.tokens, a.window) for run in runs]
+    rows = [row for of_run, _ in found for row in of_run]
     for row in rows:
         row["change"] = row["perplexity"] / rows[0]["perplexity"] - 1
         print(
             f"{row['model']} {row['dtype']:4} KV {row['kv']:4} {row['path']:7} on {row['device']}: "
             f"perplexity {row['perplexity']:.3f} over {row['tokens']} tokens, {row['change']:+.3%}"
         )
-    save("perplexity", {"commit": a.commit or git_commit(), "text": a.text.name}, rows, a.output)
+    save("perplexity", environment(found[0][1], a.commit) | {"text": a.text.name}, rows, a.output)
     return 0
 
 
