@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loaders.config_json import read_json, read_text
 from loaders.tokenizer import Tokenizer
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.errors import UsageError
 
 ROLES = ("system", "user", "assistant", "tool")
 Message = Mapping[str, Any]
@@ -49,7 +49,7 @@ DEFAULT_TEMPLATE = """\
 def render_chat(path: Path | str | None, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
     """The prompt text of a chat. `path` is the checkpoint's folder, None for Qwen2.5's default template.
 
-    UsageError for messages that are none or that the template refuses; QwenRawError for a broken template.
+    UsageError for messages that are none or that the template refuses, and for a broken template.
     """
     return _render(path, _checked(messages), add_generation_prompt)
 
@@ -155,10 +155,10 @@ def _render(path: Path | str | None, messages: list[dict[str, Any]], add_generat
         return _compile(source).render(
             variables | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         )
-    except QwenRawError:
+    except UsageError:
         raise
     except Exception as error:  # a template is a program from a file: it can raise anything
-        raise QwenRawError(f"{where} failed: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{where} failed: {type(error).__name__}: {error}") from error
 
 
 def _template(folder: Path | None) -> tuple[str, dict[str, str]]:
@@ -176,7 +176,7 @@ def _template(folder: Path | None) -> tuple[str, dict[str, str]]:
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     if not isinstance(source, str):
-        raise QwenRawError(f"{config}: chat_template is neither text nor a list with a template named 'default'")
+        raise UsageError(f"{config}: chat_template is neither text nor a list with a template named 'default'")
     return source, variables
 
 

@@ -18,7 +18,7 @@ from loaders.quant_format import QuantFormat, parse_quantization
 from loaders.safetensors_file import read_safetensors
 from loaders.tensor import Tensor
 from qwen_raw.config import GenerationDefaults, ModelConfig
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.errors import UsageError
 
 FLOATS = ("BF16", "F16", "F32")
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", "_proj.output_scale")
@@ -75,7 +75,7 @@ class Checkpoint:
             module = EMBEDDING.removesuffix(".weight")
         weight = self.tensors.get(f"{module}.weight")
         if weight is None:
-            raise QwenRawError(f"{self.config.name or 'the model'} has no tensor {module}.weight")
+            raise UsageError(f"{self.config.name or 'the model'} has no tensor {module}.weight")
         bias = self.tensors.get(f"{module}.bias")
         scale = _row_scale(self.tensors[f"{module}.weight_scale"], weight) if weight.dtype == "F8_E4M3" else None
         return LinearWeight(weight, scale, None if bias is None else bias.f32())
@@ -112,7 +112,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a folder in Hugging Face layout, memory-mapping the weights. UsageError or QwenRawError, one line each."""
+    """Open a folder in Hugging Face layout, memory-mapping the weights. UsageError, one line."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; expected one with config.json and *.safetensors")
@@ -146,27 +146,27 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
         return _read_shards(folder, index)
     others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     instead = f"; {others[0]} cannot be read" if others else ""
-    raise QwenRawError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{instead}")
+    raise UsageError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{instead}")
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, Tensor]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise QwenRawError(f"{index} has no weight_map of tensor names to file names")
+        raise UsageError(f"{index} has no weight_map of tensor names to file names")
     found: dict[str, Tensor] = {}
     owner: dict[str, str] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
-            raise QwenRawError(f"{index} names the shard {shard!r}, expected a file name in the same folder")
+            raise UsageError(f"{index} names the shard {shard!r}, expected a file name in the same folder")
         if not (folder / shard).exists():
-            raise QwenRawError(f"{folder} lacks the shard {shard} that its index lists")
+            raise UsageError(f"{folder} lacks the shard {shard} that its index lists")
         for name, tensor in read_safetensors(folder / shard).items():
             if name in found:
-                raise QwenRawError(f"{folder}: duplicate tensor {name}, in {owner[name]} and in {shard}")
+                raise UsageError(f"{folder}: duplicate tensor {name}, in {owner[name]} and in {shard}")
             found[name], owner[name] = tensor, shard
     for name, shard in weight_map.items():
         if owner.get(name) != shard:
-            raise QwenRawError(f"{folder}: tensor {name} is missing from {shard}, where the index says it is")
+            raise UsageError(f"{folder}: tensor {name} is missing from {shard}, where the index says it is")
     return found
 
 
@@ -183,12 +183,12 @@ def _select(
             chosen[f"{name}_scale"] = scale = _take(found, f"{name}_scale", None, FLOATS, folder)
             if scale.shape not in ((), (1,), (1, 1), shape[:1], (shape[0], 1)):
                 rows = shape[0]
-                raise QwenRawError(
+                raise UsageError(
                     f"{folder}: tensor {scale.name} has shape {list(scale.shape)}, expected one scale or one for each "
                     f"of {rows} rows"
                 )
     if quant is not None and not any(tensor.dtype == "F8_E4M3" for tensor in chosen.values()):
-        raise QwenRawError(f"{folder}: config.json has a quantization_config, but no linear is F8_E4M3")
+        raise UsageError(f"{folder}: config.json has a quantization_config, but no linear is F8_E4M3")
     return chosen
 
 
@@ -201,13 +201,13 @@ def _take(
         hint = " (there is a .qweight: GPTQ and AWQ are not supported)" if packed else ""
         if name == HEAD:
             hint = " (tie_word_embeddings is false, so the head must be in the files)"
-        raise QwenRawError(f"{folder}: tensor {name} is missing{hint}")
+        raise UsageError(f"{folder}: tensor {name} is missing{hint}")
     if shape is not None and tensor.shape != shape:
-        raise QwenRawError(f"{folder}: tensor {name} has shape {list(tensor.shape)}, config.json implies {list(shape)}")
+        raise UsageError(f"{folder}: tensor {name} has shape {list(tensor.shape)}, config.json implies {list(shape)}")
     if tensor.dtype not in allowed:
         fp8 = "; F8_E4M3 is read where config.json has a quantization_config, and only for the layers' linears"
         hint = fp8 if tensor.dtype == "F8_E4M3" else ""
-        raise QwenRawError(f"{folder}: tensor {name} is {tensor.dtype}, expected {' or '.join(allowed)}{hint}")
+        raise UsageError(f"{folder}: tensor {name} is {tensor.dtype}, expected {' or '.join(allowed)}{hint}")
     return tensor
 
 
@@ -234,5 +234,5 @@ def _row_scale(scale: Tensor, weight: Tensor) -> F32:
     """The scale as float32 [N]: one number is repeated for every row."""
     values = scale.f32().reshape(-1)
     if not np.isfinite(values).all() or (values < 0).any():
-        raise QwenRawError(f"tensor {scale.name} holds a value that is no scale (negative, infinite or NaN)")
+        raise UsageError(f"tensor {scale.name} holds a value that is no scale (negative, infinite or NaN)")
     return np.ascontiguousarray(np.broadcast_to(values, weight.shape[:1]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from qwen_raw.config import GenerationDefaults, ModelConfig, Yarn
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import UsageError
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 YARN_KEYS = {
@@ -21,23 +21,23 @@ YARN_KEYS = {
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file. QwenRawError when it cannot be read or is none."""
+    """A UTF-8 file. UsageError when it cannot be read or is none."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise QwenRawError(f"cannot read {path}: {error.strerror or error}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise QwenRawError(f"{path} is not UTF-8 (byte {error.start})") from error
+        raise UsageError(f"{path} is not UTF-8 (byte {error.start})") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds one object. QwenRawError when it cannot be read or is not one."""
+    """A JSON file that holds one object. UsageError when it cannot be read or is not one."""
     try:
         value = json.loads(read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise QwenRawError(f"{path} is not valid JSON: {error}") from error
+        raise UsageError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise QwenRawError(f"{path} holds a {type(value).__name__}, expected a JSON object")
+        raise UsageError(f"{path} holds a {type(value).__name__}, expected a JSON object")
     return value
 
 
@@ -48,7 +48,7 @@ class Fields:
         self.where, self.values = where, values
 
     def fail(self, message: str) -> NoReturn:
-        raise QwenRawError(f"{self.where}: {message}")
+        raise UsageError(f"{self.where}: {message}")
 
     def optional_int(self, key: str, least: int = 0) -> int | None:
         value = self.values.get(key)
@@ -93,7 +93,7 @@ def load_config(folder: Path) -> ModelConfig:
     eos = dict.fromkeys((*config.eos_ids, *defaults.eos_ids, *_tokenizer_eos(folder)))
     beyond = [i for i in eos if i >= config.V]
     if beyond:
-        raise QwenRawError(f"{folder}: the EOS id {beyond[0]} is outside the vocabulary of {config.V} rows")
+        raise UsageError(f"{folder}: the EOS id {beyond[0]} is outside the vocabulary of {config.V} rows")
     return replace(config, eos_ids=tuple(eos))
 
 
@@ -115,7 +115,7 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
 
 
 def parse_config(values: dict[str, Any], where: str = "config.json", name: str = "") -> ModelConfig:
-    """A config.json's object → ModelConfig. QwenRawError names what is missing, wrong or not supported."""
+    """A config.json's object → ModelConfig. UsageError names what is missing, wrong or not supported."""
     fields = Fields(where, values)
     _check_architecture(fields)
     D, H, L = fields.integer("hidden_size"), fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")

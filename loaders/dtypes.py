@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import UsageError
 
 F32 = npt.NDArray[np.float32]
 U16 = npt.NDArray[np.uint16]
@@ -103,7 +103,7 @@ def _f32_to_e4m3(x: F32) -> U8:
 def quantize_rows_e4m3(w: F32) -> tuple[U8, F32]:
     """float32 [N, K] → (e4m3 bits [N, K], scale float32 [N]) with w ≈ e4m3 · scale and scale = row's max |w| / 448.
 
-    A row of zeros gets scale 1. Both divisions are float32. Raises QwenRawError on a NaN or an infinity.
+    A row of zeros gets scale 1. Both divisions are float32. Raises UsageError on a NaN or an infinity.
     """
     rows, width = w.shape
     bits, scale = np.empty((rows, width), np.uint8), np.empty(rows, np.float32)
@@ -113,7 +113,7 @@ def quantize_rows_e4m3(w: F32) -> tuple[U8, F32]:
         amax = np.abs(part).max(axis=1, initial=0.0)
         if not np.isfinite(amax).all():
             row = i + int(np.flatnonzero(~np.isfinite(amax))[0])
-            raise QwenRawError(f"cannot quantise to e4m3: row {row} of the weight holds a NaN or an infinity")
+            raise UsageError(f"cannot quantise to e4m3: row {row} of the weight holds a NaN or an infinity")
         s = amax / np.float32(E4M3_MAX)
         s[s == 0] = 1.0  # also where amax / 448 underflows
         bits[i : i + step] = f32_to_e4m3(part / s[:, None])

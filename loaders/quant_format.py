@@ -8,7 +8,7 @@ are scaled per token.
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import UsageError
 
 READ = (
     "FP8 with a scale per channel or per tensor: quant_method 'compressed-tensors' (float-quantized) or 'fp8' without "
@@ -25,11 +25,11 @@ class QuantFormat:
 
 
 def parse_quantization(values: Any, where: str = "config.json") -> QuantFormat | None:
-    """`values` is config.json's `quantization_config`, None where it has none. QwenRawError names a refused format."""
+    """`values` is config.json's `quantization_config`, None where it has none. UsageError names a refused format."""
     if values is None:
         return None
     if not isinstance(values, dict):
-        raise QwenRawError(f"{where}: quantization_config is {values!r}, expected an object")
+        raise UsageError(f"{where}: quantization_config is {values!r}, expected an object")
     method = values.get("quant_method")
     if method == "compressed-tensors":
         return _parse_compressed_tensors(values, where)
@@ -46,7 +46,7 @@ def _parse_compressed_tensors(values: dict[str, Any], where: str) -> QuantFormat
     """Every group of weights, whatever its name, must be 8-bit float, symmetric, one scale a channel or a tensor."""
     groups = values.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise QwenRawError(f"{where}: quantization_config.config_groups is missing or not an object of objects")
+        raise UsageError(f"{where}: quantization_config.config_groups is missing or not an object of objects")
     for key in ("sparsity_config", "transform_config"):
         extra = values.get(key)
         if extra and not (isinstance(extra, dict) and extra.get("format") == "dense"):
@@ -58,7 +58,7 @@ def _parse_compressed_tensors(values: dict[str, Any], where: str) -> QuantFormat
             continue
         form = group.get("format") or values.get("format")
         if not isinstance(weights, dict):
-            raise QwenRawError(f"{where}: quantization_config group {name} has weights {weights!r}, expected an object")
+            raise UsageError(f"{where}: quantization_config group {name} has weights {weights!r}, expected an object")
         bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
         good = form in ("float-quantized", "naive-quantized") and bits == 8 and kind == "float"
         good = good and strategy in ("channel", "tensor") and weights.get("symmetric", True) is True
@@ -72,4 +72,4 @@ def _parse_compressed_tensors(values: dict[str, Any], where: str) -> QuantFormat
 
 
 def _refuse(where: str, what: str) -> NoReturn:
-    raise QwenRawError(f"{where}: quantisation format {what} is not supported; supported is {READ}")
+    raise UsageError(f"{where}: quantisation format {what} is not supported; supported is {READ}")

@@ -27,8 +27,8 @@ def open_model(
 
     A folder called like a built-in model is "./name" (or Path("name")).
 
-    `dtype` is what a random model is made in; anything else has the dtype it is stored in. Raises UsageError or
-    QwenRawError, one line each.
+    `dtype` is what a random model is made in; anything else has the dtype it is stored in. Raises UsageError, one
+    line, for what is no model that can be run: a folder that lacks a file, or whose files are damaged or not supported.
     """
     if spec is None:
         spec = DEFAULT_MODEL

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loaders.tensor import NUMPY_DTYPES, Tensor
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import UsageError
 
 __all__ = ["Tensor", "read_safetensors"]
 
@@ -25,7 +25,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of one file by name, memory-mapped. Raises QwenRawError on any malformed file."""
+    """Every tensor of one file by name, memory-mapped. Raises UsageError on any malformed file."""
     data, header = _map_file(path)
     entries: list[tuple[int, int, str]] = []
     tensors: dict[str, Tensor] = {}
@@ -51,21 +51,21 @@ def _map_file(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
             file.seek(0)
             start = file.read(len(LFS_POINTER))
             if start == LFS_POINTER:
-                raise QwenRawError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+                raise UsageError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
             if size < 8:
-                raise QwenRawError(f"{path} is truncated: {size} bytes, a safetensors file has at least 8")
+                raise UsageError(f"{path} is truncated: {size} bytes, a safetensors file has at least 8")
             length = int.from_bytes(start[:8], "little")
             if length > MAX_HEADER:
-                raise QwenRawError(f"{path} is not a safetensors file: its header would be {length} bytes long")
+                raise UsageError(f"{path} is not a safetensors file: its header would be {length} bytes long")
             if 8 + length > size:
-                raise QwenRawError(f"{path} is truncated: its header is {length} bytes long, the file {size}")
+                raise UsageError(f"{path} is truncated: its header is {length} bytes long, the file {size}")
             file.seek(8)
             header = _parse_header(path, file.read(length))
             if size == 8 + length:
                 return np.empty(0, np.uint8), header
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise QwenRawError(f"cannot read {path}: {error.strerror or error}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     return np.frombuffer(mapped, np.uint8, offset=8 + length), header
 
 
@@ -75,15 +75,15 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise QwenRawError(f"{path}: duplicate entry {twice!r} in the header")
+            raise UsageError(f"{path}: duplicate entry {twice!r} in the header")
         return found
 
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise QwenRawError(f"{path} has a malformed header, not JSON: {error}") from error
+        raise UsageError(f"{path} has a malformed header, not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise QwenRawError(f"{path} has a malformed header: a {type(header).__name__}, expected a JSON object")
+        raise UsageError(f"{path} has a malformed header: a {type(header).__name__}, expected a JSON object")
     return header
 
 
@@ -96,18 +96,18 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...
     """(dtype, shape, begin, end) of a header entry."""
     where = f"{path}: tensor {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise QwenRawError(f"{where} has a malformed entry, expected dtype, shape and data_offsets")
+        raise UsageError(f"{where} has a malformed entry, expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in NUMPY_DTYPES:
-        raise QwenRawError(f"{where} has the unknown dtype {dtype!r}; known are {', '.join(NUMPY_DTYPES)}")
+        raise UsageError(f"{where} has the unknown dtype {dtype!r}; known are {', '.join(NUMPY_DTYPES)}")
     if not _are_sizes(shape):
-        raise QwenRawError(f"{where} has the malformed shape {shape!r}")
+        raise UsageError(f"{where} has the malformed shape {shape!r}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise QwenRawError(f"{where} has the malformed data_offsets {offsets!r}")
+        raise UsageError(f"{where} has the malformed data_offsets {offsets!r}")
     begin, end = offsets
     expected = prod(shape) * NUMPY_DTYPES[dtype].itemsize
     if end - begin != expected:
-        raise QwenRawError(f"{where} has {end - begin} bytes, {dtype} {shape} takes {expected}")
+        raise UsageError(f"{where} has {end - begin} bytes, {dtype} {shape} takes {expected}")
     return dtype, tuple(shape), begin, end
 
 
@@ -116,16 +116,16 @@ def _check_layout(path: Path, entries: list[tuple[int, int, str]], size: int) ->
     at, gap, previous = 0, "", ""
     for begin, end, name in entries:
         if begin < at:
-            raise QwenRawError(f"{path}: tensors {previous} and {name} overlap at offset {begin}")
+            raise UsageError(f"{path}: tensors {previous} and {name} overlap at offset {begin}")
         if begin > at and not gap:
             gap = f"{path}: {begin - at} bytes before tensor {name} belong to no tensor"
         # A layout without gaps that is too long is a file cut short; otherwise it is this entry that is wrong.
         if end > size and gap:
-            raise QwenRawError(f"{path}: tensor {name} ends at offset {end}, past the end of the {size} bytes of data")
+            raise UsageError(f"{path}: tensor {name} ends at offset {end}, past the end of the {size} bytes of data")
         at, previous = end, name
     if at > size:
-        raise QwenRawError(f"{path} is truncated: its tensors take {at} bytes, {size} are there")
+        raise UsageError(f"{path} is truncated: its tensors take {at} bytes, {size} are there")
     if gap:
-        raise QwenRawError(gap)
+        raise UsageError(gap)
     if at < size:
-        raise QwenRawError(f"{path}: {size - at} bytes after the last tensor belong to no tensor")
+        raise UsageError(f"{path}: {size - at} bytes after the last tensor belong to no tensor")

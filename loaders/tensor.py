@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loaders.dtypes import F32, U16, bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_bf16
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import UsageError
 
 # safetensors' names of dtypes → the NumPy dtype that carries their bits.
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -60,7 +60,7 @@ class Tensor:
         return prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
 
     def f32(self) -> F32:
-        """float32 values in `shape`, exact; F8_E4M3 without any scale. Other dtypes raise QwenRawError."""
+        """float32 values in `shape`, exact; F8_E4M3 without any scale. Other dtypes raise UsageError."""
         if self.dtype == "BF16":
             return bf16_to_f32(self.raw)
         if self.dtype == "F16":
@@ -69,7 +69,7 @@ class Tensor:
             return np.asarray(self.raw, np.float32)
         if self.dtype == "F8_E4M3":
             return e4m3_to_f32(self.raw)
-        raise QwenRawError(f"tensor {self.name} is {self.dtype}; expected BF16, F16, F32 or F8_E4M3")
+        raise UsageError(f"tensor {self.name} is {self.dtype}; expected BF16, F16, F32 or F8_E4M3")
 
     def bf16(self) -> U16:
         """bfloat16 bits in `shape`: the file's own for BF16, else rounded to nearest even."""

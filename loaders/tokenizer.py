@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.errors import UsageError
 
 
 class StreamDecoder:
@@ -156,18 +156,18 @@ def _check_unicode(text: str) -> None:
 
 
 def load_tokenizer(path: Path | str, V: int | None = None) -> Tokenizer:
-    """The tokenizer.json of a folder. `V`: the embedding's rows, which its ids must fit. Raises QwenRawError."""
+    """The tokenizer.json of a folder. `V`: the embedding's rows, which its ids must fit. Raises UsageError."""
     file = Path(path) / "tokenizer.json"
     if not file.exists():
-        raise QwenRawError(f"{path} has no tokenizer.json")
+        raise UsageError(f"{path} has no tokenizer.json")
     try:
         inner = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception for every malformed file
-        raise QwenRawError(f"{file} cannot be read: {error}") from error
+        raise UsageError(f"{file} cannot be read: {error}") from error
     if not isinstance(inner.decoder, ByteLevel):
         kind = type(inner.decoder).__name__
-        raise QwenRawError(f"{file} has the decoder {kind}; only byte-level BPE (decoder ByteLevel) is supported")
+        raise UsageError(f"{file} has the decoder {kind}; only byte-level BPE (decoder ByteLevel) is supported")
     tokenizer = BpeTokenizer(inner)
     if V is not None and tokenizer.vocab_size > V:
-        raise QwenRawError(f"{file} has ids up to {tokenizer.vocab_size - 1}, but the embedding has {V} rows")
+        raise UsageError(f"{file} has ids up to {tokenizer.vocab_size - 1}, but the embedding has {V} rows")
     return tokenizer

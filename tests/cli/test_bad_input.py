@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from loaders.resolve import builtin_path
 from qwen_raw.errors import QwenRawError
 
 # arguments after `generate`, what the line must say
@@ -90,18 +91,31 @@ def test_wrong_commands(cli: Callable[..., Any], arguments: list[str], message: 
     assert (ran.code, ran.out) == (2, "")
 
 
-def test_folder_without_config(cli: Callable[..., Any], tmp_path: Path) -> None:
-    ran = cli("generate", "-p", "a", "-m", str(tmp_path))
-    assert f"{tmp_path} has no config.json" in ran.err and one_line(ran.err)
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("model.safetensors", None, "has neither model.safetensors nor model.safetensors.index.json"),
+        ("config.json", "{", "is not valid JSON"),
+        ("config.json", '{"model_type": "llama"}', "llama"),
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+        ("model.safetensors", "short", "model.safetensors is truncated"),
+        ("generation_config.json", '{"do_sample": true, "temperature": "hot"}', "temperature is 'hot'"),
+    ],
+)
+def test_a_model_folder_that_cannot_be_run(
+    cli: Callable[..., Any], tmp_path: Path, file: str, content: str | None, message: str
+) -> None:
+    """Files that are missing, damaged or not supported are one kind of mistake: what --model names is no model."""
+    for source in builtin_path("tiny-shakespeare").iterdir():
+        (tmp_path / source.name).symlink_to(source)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_text(content, encoding="utf-8")
+    ran = cli("generate", "-p", "a", "-m", str(tmp_path), "--device", "cpu")
+    assert message in ran.err and one_line(ran.err), ran.err
     assert (ran.code, ran.out) == (2, "")
-
-
-def test_damaged_model(cli: Callable[..., Any], tmp_path: Path) -> None:
-    """A folder that is a model, but a broken one, fails with 1."""
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    ran = cli("generate", "-p", "a", "-m", str(tmp_path))
-    assert "is not valid JSON" in ran.err and one_line(ran.err)
-    assert (ran.code, ran.out) == (1, "")
 
 
 def test_prompt_that_is_not_utf8(cli: Callable[..., Any], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from checkpoint_files import copy_tokenizer
 from loaders.chat_template import encode_chat, render_chat
 from loaders.resolve import builtin_path
 from loaders.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.errors import UsageError
 
 BUILTIN = builtin_path("tiny-shakespeare")
 DEFAULT_SYSTEM = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
@@ -189,7 +189,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert render_chat(path, hi) == "J Hi"
     (path / "chat_template.jinja").unlink()
     folder_with(path, [{"name": "tool_use", "template": "T"}])
-    with pytest.raises(QwenRawError, match="neither text nor a list with a template named 'default'"):
+    with pytest.raises(UsageError, match="neither text nor a list with a template named 'default'"):
         render_chat(path, hi)
 
 
@@ -203,25 +203,24 @@ def test_templates_have_what_transformers_gives_them(tmp_path: Path) -> None:
 
 
 FAILING = {
-    "{{ raise_exception('roles must alternate') }}": (UsageError, "refuses the messages: roles must alternate"),
-    "{% if %}": (QwenRawError, "the chat template failed: TemplateSyntaxError"),
-    "{{ messages[5].content.x }}": (QwenRawError, "the chat template failed: UndefinedError"),
-    "{{ 1 / 0 }}": (QwenRawError, "the chat template failed: ZeroDivisionError"),
-    "{{ ''.__class__.__mro__ }}": (QwenRawError, "the chat template failed: SecurityError"),
-    "{{ messages.append(1) }}": (QwenRawError, "the chat template failed: SecurityError"),
+    "{{ raise_exception('roles must alternate') }}": "refuses the messages: roles must alternate",
+    "{% if %}": "the chat template failed: TemplateSyntaxError",
+    "{{ messages[5].content.x }}": "the chat template failed: UndefinedError",
+    "{{ 1 / 0 }}": "the chat template failed: ZeroDivisionError",
+    "{{ ''.__class__.__mro__ }}": "the chat template failed: SecurityError",
+    "{{ messages.append(1) }}": "the chat template failed: SecurityError",
 }
 
 
 @pytest.mark.parametrize("source", FAILING)
 def test_failing_templates(tmp_path: Path, source: str) -> None:
-    kind, text = FAILING[source]
     path = folder_with(tmp_path / "m", source)
-    with pytest.raises(QwenRawError) as caught:
+    with pytest.raises(UsageError) as caught:
         render_chat(path, [message("user", "a")])
-    assert type(caught.value) is kind and text in str(caught.value) and "\n" not in str(caught.value)
+    assert FAILING[source] in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_template_that_is_no_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"{{ \xff }}")
-    with pytest.raises(QwenRawError, match=r"chat_template.jinja is not UTF-8 \(byte 3\)"):
+    with pytest.raises(UsageError, match=r"chat_template.jinja is not UTF-8 \(byte 3\)"):
         encode_chat(tokenizer, tmp_path, [{"role": "user", "content": "a"}])

@@ -10,7 +10,7 @@ from checkpoint_files import TINY, Tensors, model_tensors, write_folder, write_s
 from loaders.checkpoint import open_checkpoint
 from loaders.dtypes import bf16_to_f32
 from loaders.resolve import builtin_path
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.errors import UsageError
 
 Q = "model.layers.1.self_attn.q_proj"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -23,7 +23,7 @@ def halves() -> tuple[Tensors, Tensors]:
 
 
 def refused(folder: Path, message: str) -> None:
-    with pytest.raises(QwenRawError, match=message) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         open_checkpoint(folder)
     assert "\n" not in str(caught.value)
 
@@ -42,7 +42,7 @@ def test_single_file(tmp_path: Path) -> None:
         assert q.bias is not None and np.array_equal(q.bias, bf16_to_f32(tensors[f"{Q}.bias"][1]))
     assert c.linear("model.layers.0.mlp.down_proj").bias is None
     assert np.array_equal(c.linear("lm_head").f32(), bf16_to_f32(tensors[HEAD][1]))
-    with pytest.raises(QwenRawError, match=r"m has no tensor model\.layers\.2\.mlp\.up_proj\.weight"):
+    with pytest.raises(UsageError, match=r"m has no tensor model\.layers\.2\.mlp\.up_proj\.weight"):
         c.linear("model.layers.2.mlp.up_proj")
 
 

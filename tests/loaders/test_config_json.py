@@ -9,7 +9,7 @@ from checkpoint_files import TINY
 
 from loaders.config_json import load_config, load_generation_defaults, parse_config
 from qwen_raw.config import GenerationDefaults, Yarn
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import UsageError
 
 # Qwen2.5-0.5B-Instruct's config.json, field by field.
 QWEN_05B: dict[str, Any] = {
@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_name(case: str) -> None:
     values, message = REFUSED[case]
-    with pytest.raises(QwenRawError, match=message) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         parse_config(values, "folder/config.json")
     assert str(caught.value).startswith("folder/config.json: ") and "\n" not in str(caught.value)
 
@@ -165,7 +165,7 @@ def test_windows_that_no_layer_uses_are_ignored(change: dict[str, Any]) -> None:
     [{}, {"max_window_layers": 0}, {"max_window_layers": 70, "layer_types": ["full_attention", "sliding_attention"]}],
 )
 def test_windows_that_a_layer_uses_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(QwenRawError, match=r"sliding-window attention \(window 4\) is not supported"):
+    with pytest.raises(UsageError, match=r"sliding-window attention \(window 4\) is not supported"):
         parse_config(TINY | WINDOW | change)
 
 
@@ -195,7 +195,7 @@ def test_eos_is_a_union(tmp_path: Path) -> None:
 
 def test_eos_outside_the_vocabulary(tmp_path: Path) -> None:
     write(tmp_path, config=TINY | {"eos_token_id": 50})
-    with pytest.raises(QwenRawError, match="EOS id 50 is outside the vocabulary of 50 rows"):
+    with pytest.raises(UsageError, match="EOS id 50 is outside the vocabulary of 50 rows"):
         load_config(tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
     write(tmp_path, generation_config={"temperature": None, "eos_token_id": 3})
     assert load_generation_defaults(tmp_path) == GenerationDefaults(eos_ids=(3,))
     write(tmp_path, generation_config={"temperature": "hot"})
-    with pytest.raises(QwenRawError, match="temperature is 'hot', expected a number ≥ 0"):
+    with pytest.raises(UsageError, match="temperature is 'hot', expected a number ≥ 0"):
         load_generation_defaults(tmp_path)
 
 
@@ -217,5 +217,5 @@ def test_generation_defaults(tmp_path: Path) -> None:
 )
 def test_broken_json(tmp_path: Path, text: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(text)
-    with pytest.raises(QwenRawError, match=message):
+    with pytest.raises(UsageError, match=message):
         load_config(tmp_path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_bf16, f32_to_e4m3, quantize_rows_e4m3
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import UsageError
 
 ALL16 = np.arange(65536, dtype=np.uint32).astype(np.uint16)
 ALL8 = np.arange(256, dtype=np.uint32).astype(np.uint8)
@@ -113,5 +113,5 @@ def test_quantize_rows() -> None:
 def test_quantize_rows_refuses_non_finite() -> None:
     w = np.ones((4, 8), np.float32)
     w[2, 1] = np.nan
-    with pytest.raises(QwenRawError, match="row 2 "):
+    with pytest.raises(UsageError, match="row 2 "):
         quantize_rows_e4m3(w)

@@ -12,7 +12,7 @@ from loaders.checkpoint import linear_shapes, open_checkpoint
 from loaders.config_json import parse_config
 from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f32_to_bf16, quantize_rows_e4m3
 from loaders.quant_format import QuantFormat, parse_quantization
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import UsageError
 
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
@@ -129,7 +129,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
 def test_broken_fp8_files(tmp_path: Path, case: str) -> None:
     change, message = BROKEN[case]
     folder = write_folder(tmp_path / "m", TINY | {"quantization_config": compressed()}, broken(change))
-    with pytest.raises(QwenRawError, match=message):
+    with pytest.raises(UsageError, match=message):
         open_checkpoint(folder)
 
 
@@ -139,13 +139,13 @@ def test_a_value_that_is_no_scale(tmp_path: Path, value: float) -> None:
     scale[5] = value
     tensors = broken({f"{DOWN}.weight_scale": ("F32", scale)})
     c = open_checkpoint(write_folder(tmp_path / "m", TINY | {"quantization_config": compressed()}, tensors))
-    with pytest.raises(QwenRawError, match=f"{DOWN}.weight_scale holds a value that is no scale"):
+    with pytest.raises(UsageError, match=f"{DOWN}.weight_scale holds a value that is no scale"):
         c.linear(DOWN)
 
 
 def test_bf16_files_that_claim_fp8(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", TINY | {"quantization_config": compressed()})
-    with pytest.raises(QwenRawError, match="has a quantization_config, but no linear is F8_E4M3"):
+    with pytest.raises(UsageError, match="has a quantization_config, but no linear is F8_E4M3"):
         open_checkpoint(folder)
 
 
@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_formats_are_refused_by_name(case: str) -> None:
     values, message = REFUSED[case]
-    with pytest.raises(QwenRawError, match=message) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         parse_quantization(values, "m/config.json")
     text = str(caught.value)
     assert (
@@ -189,7 +189,7 @@ def test_other_formats_are_refused_by_name(case: str) -> None:
     "values", ["fp8", {"quant_method": "compressed-tensors"}, compressed() | {"config_groups": [1]}]
 )
 def test_malformed_configs(values: Any) -> None:
-    with pytest.raises(QwenRawError, match="quantization_config"):
+    with pytest.raises(UsageError, match="quantization_config"):
         parse_quantization(values)
 
 
@@ -207,5 +207,5 @@ def test_accepted_variants() -> None:
 
 def test_an_unsupported_format_is_named_before_any_tensor(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", TINY | {"quantization_config": {"quant_method": "awq", "bits": 4}}, {})
-    with pytest.raises(QwenRawError, match="'awq'"):
+    with pytest.raises(UsageError, match="'awq'"):
         open_checkpoint(folder)

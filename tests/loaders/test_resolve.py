@@ -8,7 +8,7 @@ from checkpoint_files import write_folder
 from loaders.resolve import BUILTIN, open_model, open_tokenizer
 from loaders.synthetic import SyntheticCheckpoint
 from loaders.tokenizer import ByteTokenizer
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.errors import UsageError
 
 
 def test_builtin_by_default_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoint.config.D == 32 and checkpoint.path == folder
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_model("~/m").config.D == 32
-    with pytest.raises(QwenRawError, match=r"has no tokenizer\.json"):
+    with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
         open_tokenizer(checkpoint)
 
 

@@ -12,7 +12,7 @@ from checkpoint_files import Tensors, header_of, write_raw, write_safetensors
 
 from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f32_to_bf16
 from loaders.safetensors_file import read_safetensors
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import UsageError
 
 RNG = np.random.default_rng(7)
 SAMPLE: Tensors = {
@@ -51,7 +51,7 @@ def test_reads_what_the_safetensors_package_writes(tmp_path: Path) -> None:
     assert {name: t.dtype for name, t in tensors.items()} == {"f": "F32", "h": "F16", "i": "I64"}
     for name, array in arrays.items():
         assert tensors[name].raw.tobytes() == array.tobytes() and tensors[name].shape == array.shape
-    with pytest.raises(QwenRawError, match="tensor i is I64; expected BF16"):
+    with pytest.raises(UsageError, match="tensor i is I64; expected BF16"):
         tensors["i"].f32()
 
 
@@ -104,7 +104,7 @@ def test_malformed_files_each_have_their_line(tmp_path: Path, case: str) -> None
     header, data, message = MALFORMED[case]
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path = write_raw(tmp_path / "x.safetensors", text, data)
-    with pytest.raises(QwenRawError, match=message) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         read_safetensors(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     if case not in ("named twice", "shape of booleans"):  # the package is laxer there
@@ -125,14 +125,14 @@ def test_malformed_files_each_have_their_line(tmp_path: Path, case: str) -> None
 def test_files_without_a_header(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(QwenRawError, match=message):
+    with pytest.raises(UsageError, match=message):
         read_safetensors(path)
 
 
 def test_unreadable_paths(tmp_path: Path) -> None:
-    with pytest.raises(QwenRawError, match=r"cannot read .*No such file"):
+    with pytest.raises(UsageError, match=r"cannot read .*No such file"):
         read_safetensors(tmp_path / "none.safetensors")
-    with pytest.raises(QwenRawError, match=r"cannot read .*directory"):
+    with pytest.raises(UsageError, match=r"cannot read .*directory"):
         read_safetensors(tmp_path)
 
 

@@ -9,7 +9,7 @@ import tokenizers
 
 from loaders.resolve import builtin_path
 from loaders.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.errors import UsageError
 
 FOLDER = builtin_path("tiny-shakespeare")
 END, IM_START, IM_END = 4093, 4094, 4095
@@ -119,17 +119,17 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
 
 
 def test_bad_tokenizers(tmp_path: Path) -> None:
-    with pytest.raises(QwenRawError, match=r"has no tokenizer\.json"):
+    with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(QwenRawError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(tmp_path)
     values = json.loads((FOLDER / "tokenizer.json").read_text())
     values["decoder"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(QwenRawError, match="has the decoder Metaspace; only byte-level BPE"):
+    with pytest.raises(UsageError, match="has the decoder Metaspace; only byte-level BPE"):
         load_tokenizer(tmp_path)
-    with pytest.raises(QwenRawError, match="has ids up to 4095, but the embedding has 4000 rows"):
+    with pytest.raises(UsageError, match="has ids up to 4095, but the embedding has 4000 rows"):
         load_tokenizer(FOLDER, V=4000)
 
 
