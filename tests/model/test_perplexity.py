@@ -1,6 +1,7 @@
 """fp8 weights may cost 1 % of perplexity: the tiny model on the validation text, on NumPy and on a GPU."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from qwen_raw.errors import UsageError
 from qwen_raw.observe.perplexity import Logits, perplexity
 from qwen_raw.reference import KVCache, ReferenceModel
 
-TEXT = Path(__file__).parent.parent / "golden" / "validation.txt"
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "tests" / "golden" / "validation.txt"
 LIMIT = 0.01
 SHORT = 2049  # tokens on the CPU: seconds
 
@@ -32,6 +34,17 @@ def ids(model: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def in_bf16(model: Any, ids: list[int]) -> float:
     return perplexity(forward(ReferenceModel(model.config, model, activations="bf16")), ids[:SHORT]).value
+
+
+def test_the_losses_that_the_models_readme_gives(in_bf16: float, ids: list[int]) -> None:
+    said = (ROOT / "loaders" / "builtin" / "README.md").read_text()
+    draft = open_model("tiny-shakespeare-draft")
+    second = perplexity(forward(ReferenceModel(draft.config, draft, activations="bf16")), ids[:SHORT]).value
+    for nats, found in zip(re.findall(r"(\d\.\d{3}) (?:nats a token )?\(", said), (in_bf16, second), strict=True):
+        assert float(nats) == pytest.approx(math.log(found), abs=2e-3)
+    assert [float(value) for value in re.findall(r"\((?:a perplexity of )?(\d\d\.\d\d)\)", said)] == pytest.approx(
+        [in_bf16, second], rel=2e-3
+    )
 
 
 def forward(model: ReferenceModel) -> Logits:
