@@ -14,12 +14,15 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +153,25 @@ def _share(setting: Setting, seeds: range) -> list[tuple[int, str]]:
     return [(seed, str(failure.error).splitlines()[0]) for seed, failure in found if failure]
 
 
+def _on_processes(setting: Setting, shares: Sequence[range], jobs: int) -> list[list[tuple[int, str]]]:
+    """Each share's failures. Whatever ends this early, Ctrl-C above all, ends the workers: a share may take hours."""
+    others = set(active_children())
+    with ProcessPoolExecutor(jobs, initializer=_ignore_ctrl_c) as pool:
+        try:
+            return list(pool.map(_share, [setting] * len(shares), shares))
+        except BrokenProcessPool as error:
+            raise QwenRawError("a worker process died: with --jobs 1 its last words can be read") from error
+        except BaseException:
+            for worker in set(active_children()) - others:
+                worker.terminate()
+            raise
+
+
+def _ignore_ctrl_c() -> None:
+    """In a worker: a terminal sends it to all of them, and one answer is enough."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def run(setting: Setting, seeds: int, *, first_seed: int = 0, jobs: int = 1) -> Report:
     """Run `seeds` schedules from `first_seed` on, on `jobs` processes."""
     check(setting)
@@ -159,8 +181,7 @@ def run(setting: Setting, seeds: int, *, first_seed: int = 0, jobs: int = 1) -> 
     shares = [range(at, min(at + size, last)) for at in range(first_seed, last, size)]
     if len(shares) > 1:
         setting.library()  # compiled once, before the workers look for it
-        with ProcessPoolExecutor(jobs) as pool:
-            results = list(pool.map(_share, [setting] * len(shares), shares))
+        results = _on_processes(setting, shares, jobs)
     else:
         results = [_share(setting, share) for share in shares]
     failures = [failure for result in results for failure in result]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -136,3 +140,28 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 def test_wrong_requests(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert torture.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the workers are found in /proc")
+@pytest.mark.parametrize("module", ["qwen_raw.simt.torture", "bench.torture"])
+def test_ctrl_c_that_reaches_only_the_parent_ends_the_workers(module: str, tmp_path: Path) -> None:
+    words = ["allreduce_lamport", "--ranks=8"] if module.startswith("qwen_raw") else [f"--output={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *words, "--seeds=1000000", "--jobs=2"],
+        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers: list[str] = []
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None and not workers:
+        time.sleep(0.5)
+        workers = children.read_text().split()
+        if workers and any(b"python" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in workers):
+            workers = []  # a compiler
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert workers and time.monotonic() - begin < 20
+    assert process.returncode == 130 and err.endswith(b": interrupted\n") and err.count(b"\n") == 1, err.decode()
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
