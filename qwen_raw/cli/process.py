@@ -26,7 +26,12 @@ def guarded(program: str, work: Callable[[], int]) -> int:
         return _complain(program, "standard output is closed: send it to a file, or to /dev/null", EXIT_FAILED)
     _use_utf8()
     try:
-        code = work()
+        try:
+            code = work()
+        except SystemExit as stop:  # argparse ends --help and --version so
+            if stop.code:
+                raise
+            code = EXIT_DONE
         sys.stdout.flush()
     except BrokenPipeError:
         code = EXIT_DONE  # the reader of our output has seen enough

@@ -112,11 +112,11 @@ GENERATE = "-m qwen_raw generate --device cpu -p ROMEO: -n 3"
 TORTURE = "-m qwen_raw.simt.torture"
 
 
-def shell(command: str) -> subprocess.CompletedProcess[str]:
+def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`python command` with the shell's redirections."""
     line = f'"{sys.executable}" {command}'
     return subprocess.run(
-        line, shell=True, cwd=ROOT, env=BUFFERED, capture_output=True, text=True, timeout=120, check=False
+        line, shell=True, cwd=ROOT, env=BUFFERED | variables, capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -147,6 +147,17 @@ def test_one_line_and_a_code(command: str, code: int, message: str) -> None:
     lines = [line for line in done.stderr.splitlines() if not line.startswith("# ")]
     assert len(lines) == 1 and message in lines[0], done.stderr
     assert (done.returncode, done.stdout) == (code, "")
+
+
+@FULL
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "command", [f"{QWEN_RAW} --help", f"{QWEN_RAW} generate --help", f"{QWEN_RAW} --version", "-m bench.torture --help"]
+)
+def test_help_that_cannot_be_written(command: str, unbuffered: str) -> None:
+    """With Python's buffer it fails when that is flushed, without in argparse, which would not say so."""
+    done = shell(f"{command} >/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1) and NO_SPACE in done.stderr
 
 
 @pytest.mark.parametrize("command", WRITERS)
