@@ -8,6 +8,7 @@ from typing import Literal
 
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import Device
+from qwen_raw.driver.probe import probe
 from qwen_raw.errors import QwenRawError, UsageError, close_all
 
 DeviceName = Literal["auto", "cuda", "cpu", "sim"]
@@ -73,7 +74,7 @@ def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None) -> Placeme
         if not isinstance(error, UsageError):
             raise
         hint = "use --device cpu to run without a GPU" if one else "--device sim simulates several ranks"
-        if not one and len(set(gpus or (0, 1))) > 1:
+        if not one and len(set(gpus or (0, 1))) > 1 and probe().gpus:
             hint = f"a GPU may have several ranks (--devices 0,0), and {hint}"
         raise UsageError(f"{error}: {hint}") from error
 

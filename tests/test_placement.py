@@ -1,10 +1,13 @@
 """Which tensor-parallel degrees a model takes, and what is said where one is refused."""
 
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
 from loaders.synthetic import random_config
+from qwen_raw import placement
+from qwen_raw.driver.probe import Machine
 from qwen_raw.errors import QwenRawError, UsageError, close_all
 from qwen_raw.placement import degree, place
 
@@ -38,6 +41,20 @@ def test_gpus_say_how_many_ranks() -> None:
     config = random_config("72b")
     assert degree(None, [0, 0, 1, 1], config, fp8=True) == 4
     assert degree(None, None, config, fp8=True) == degree(None, [3], config, fp8=True) == 1
+
+
+@pytest.mark.parametrize(("there", "advised"), [(0, False), (1, True)])
+def test_sharing_a_gpu_is_advised_where_there_is_one(
+    there: int, advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(gpus: object) -> NoReturn:
+        raise UsageError("no")
+
+    monkeypatch.setattr(placement, "_open_gpus", refuse)
+    monkeypatch.setattr(placement, "probe", lambda: Machine((None,) * there, None, None, None))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--device sim simulates several ranks") as caught:
+        place("cuda", 2, None)
+    assert ("--devices 0,0" in str(caught.value)) is advised
 
 
 def test_simulated_ranks_end_with_the_first() -> None:
