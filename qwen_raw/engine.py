@@ -63,12 +63,14 @@ def load(
     dtype: of the layers' linears. "auto": as stored (fp16 and fp32 become bf16); "fp8" rounds a bf16 checkpoint to
       e4m3 on loading. "bf16" of an fp8 checkpoint is refused: it would double the memory and restore nothing.
     max_model_len: the longest sequence, prompt included; by default the model's context, at most 32768.
+    progress: called with (stage, done, total) while weights are loaded.
     devices: numbers of the GPUs, one a rank; by default 0, 1, … A GPU that is named twice has two ranks: for tests.
     comm: how ranks sum a token's shares, a path of qwen_raw/comm/reduce.py; "auto" takes what is fastest.
     speculation: guess several ids and verify them in one pass (docs/speculation.md); on GPUs, or device "sim".
     kv_cache_dtype: "fp8" keeps keys and values as e4m3 (docs/decode.md), in half the memory; "auto" is "bf16".
 
-    Raises UsageError for a request that cannot be met, QwenRawError for a failure on the way.
+    Raises UsageError for a request that cannot be met, or a model that cannot be run, QwenRawError for a failure on the
+    way.
     """
     begin = perf_counter()
     tp = None if tp is None else checks.integer("tp", tp)
@@ -147,7 +149,7 @@ class Engine:
         try:
             return SamplingParams(temperature=temperature)
         except UsageError as error:
-            raise QwenRawError(f"generation_config.json: {error}") from error
+            raise UsageError(f"generation_config.json: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text to complete; control tokens written out in it count as such."""

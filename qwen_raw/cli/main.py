@@ -26,7 +26,12 @@ def _dispatch(argv: Sequence[str]) -> int:
     from qwen_raw.cli.arguments import Parser, hyphenate
     from qwen_raw.errors import UsageError
 
-    parser = Parser(prog="qwen-raw", description="Qwen2-architecture inference from hand-written CUDA kernels.")
+    parser = Parser(
+        prog="qwen-raw",
+        description="Qwen2-architecture inference from hand-written CUDA kernels.",
+        epilog="Compiled kernels are kept in $QWEN_RAW_CACHE, or $XDG_CACHE_HOME/qwen-raw, or ~/.cache/qwen-raw.\n"
+        "The folder may be deleted at any time: they are compiled again, which takes a while once.",
+    )
     parser.add_argument("--version", action="version", version=f"qwen-raw {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     for command in (generate, devices):
@@ -34,10 +39,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if argv and argv[0] not in (*commands.choices, "-h", "--help", "--version"):
         known = ", ".join(commands.choices)
         raise UsageError(f"{argv[0]!r} is not a command: begin with one of {known} (see qwen-raw --help)")
-    try:
-        args, unknown = parser.parse_known_args(hyphenate(argv))
-    except SystemExit as stop:  # argparse ends --help and --version so
-        return int(stop.code or 0)
+    args, unknown = parser.parse_known_args(hyphenate(argv))
     if unknown:
         words = "prompt" in args and not any(word.startswith("-") for word in unknown)
         hint = "; a prompt of several words needs quotes" if words else ""
