@@ -26,16 +26,16 @@ from typing import Any
 import numpy as np
 
 from bench.allreduce_parts import parts_of
-from bench.common import command, environment, result_arguments, save
+from bench.common import command, environment, packs, result_arguments, save
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.comm.measure import measure_token
 from qwen_raw.comm.reduce import Lamport, Reducer, create_reducers
 from qwen_raw.device import BF16, F32
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.driver.stream import Wait
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import QwenRawError, UsageError
 from qwen_raw.kernels.allreduce_norm import LONGEST
-from qwen_raw.kernels.peers import connect
+from qwen_raw.kernels.peers import MAX_RANKS, connect
 
 PATHS = ("lamport", "lamport fused", "flag", "twoshot", "host")
 BYTES = (2 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
@@ -210,13 +210,15 @@ def nccl(devices: Sequence[int], sizes: Sequence[int], calls: int, repeats: int)
 def main() -> int:
     parser = Parser("python -m bench.allreduce", description="all-reduce latency by path and size")
     parser.add_argument("--devices", type=ordinals, default=[0, 1], help="the GPU of each rank, as 0,1")
-    parser.add_argument("--bytes", nargs="+", type=positive, default=list(BYTES))
+    parser.add_argument("--bytes", nargs="+", type=packs, default=list(BYTES))
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS)
     parser.add_argument("--calls", type=positive, default=500, help="in a graph")
     parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--no-nccl", action="store_true")
     result_arguments(parser, "allreduce.json")
     a = parser.parse_args()
+    if not 2 <= len(a.devices) <= MAX_RANKS:
+        raise UsageError(f"{len(a.devices)} devices: 2 to {MAX_RANKS} ranks sum, as in --devices 0,1")
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         ranks = Ranks([stack.enter_context(CudaDevice(n)) for n in a.devices])

@@ -12,6 +12,7 @@ cluster joins.
 
 from __future__ import annotations
 
+import argparse
 from itertools import product
 from typing import Any
 
@@ -19,12 +20,14 @@ import numpy as np
 
 from bench.common import command, environment, quoted, read_ceiling, result_arguments, save, time_ms
 from loaders.synthetic import SIZES
-from qwen_raw.cli.arguments import Parser, natural, positive
+from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.config import FINE
 from qwen_raw.device import BF16, E4M3, U32, Buffer
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.kernels.attn_decode import (
     FULL_SPLIT,
+    MAX_CLUSTER,
+    MIN_SPLIT,
     Split,
     Workspace,
     attn_decode,
@@ -37,6 +40,7 @@ from qwen_raw.kernels.kv_cache import COARSE, FINE_PAIRS, fine_bytes
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 LAUNCHES = 64
+CLUSTERS = [1 << log for log in range(MAX_CLUSTER.bit_length())]
 ROTATE_BYTES = 512 << 20
 FLUSH_BYTES = 256 << 20
 # µs of FlashInfer 0.6.13 on an H200: paged decode (page 16), batch 1, bf16, tensor-core path, in a graph, rotated KV.
@@ -141,6 +145,14 @@ def measure(case: Case, label: dict[str, Any], splits: list[Split], ceiling: flo
     return rows
 
 
+def block_keys(text: str) -> int:
+    """An argument: keys a block, a power of two of at least a block's step."""
+    value = positive(text)
+    if value < MIN_SPLIT or value & (value - 1):
+        raise argparse.ArgumentTypeError(f"{text} keys: a power of two, at least {MIN_SPLIT}")
+    return value
+
+
 def main() -> int:
     parser = Parser("python -m bench.attn_decode", description="decode attention")
     parser.add_argument("--model", nargs="+", default=["7b", "72b"], choices=list(SIZES))
@@ -148,8 +160,8 @@ def main() -> int:
     parser.add_argument("--context", nargs="+", type=positive, default=[128, 1024, 4096, 32768], help="keys")
     parser.add_argument("--tokens", nargs="+", type=positive, default=[1], help="query rows a head, the newest keys'")
     parser.add_argument("--kv-cache-dtype", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
-    parser.add_argument("--cluster", nargs="+", type=positive, default=[], help="blocks: 1, 2, 4, 8")
-    parser.add_argument("--keys", nargs="+", type=natural, default=[], help="powers of two from 128 on")
+    parser.add_argument("--cluster", nargs="+", type=int, choices=CLUSTERS, metavar="N", default=[], help="blocks")
+    parser.add_argument("--keys", nargs="+", type=block_keys, default=[], help=f"powers of two from {MIN_SPLIT} on")
     result_arguments(parser, "attn_decode.json")
     a = parser.parse_args()
     dev = CudaDevice(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -16,7 +18,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from qwen_raw.cli.arguments import Parser
+from loaders.synthetic import random_config
+from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.cli.process import guarded
 from qwen_raw.device import U32
 from qwen_raw.driver.device import CudaDevice
@@ -24,6 +27,7 @@ from qwen_raw.errors import UsageError
 from qwen_raw.kernels.bandwidth import read_all
 from qwen_raw.kernels.synthetic import synthetic_bf16
 from qwen_raw.observe.machine import cpu_cores, cpu_name
+from qwen_raw.placement import degree
 
 RESULTS = Path(__file__).parent / "results"  # what documents quote
 OUTPUT = Path("results")  # of runs that do not say: an interrupted one must not take the place of those
@@ -109,13 +113,44 @@ def time_in_turns(
     return [Timing(samples) for samples in zip(*rounds, strict=True)]
 
 
+def ranks_of(tp: int | None, ordinals: Sequence[int] | None) -> Sequence[int]:
+    """The GPU of each rank: those that are named, or 0, 1, …"""
+    if ordinals is not None and tp is not None and tp != len(ordinals):
+        raise UsageError(f"tp {tp} with {len(ordinals)} devices: name one GPU a rank, or leave one out")
+    return ordinals or range(tp or 1)
+
+
 @contextmanager
 def open_gpus(tp: int | None, ordinals: Sequence[int] | None) -> Iterator[list[CudaDevice]]:
     """One device a rank, on the GPUs that are named or 0, 1, …; closed after the block."""
-    if ordinals is not None and tp is not None and tp != len(ordinals):
-        raise UsageError(f"tp {tp} with {len(ordinals)} devices: name one GPU a rank, or leave one out")
     with ExitStack() as stack:
-        yield [stack.enter_context(CudaDevice(n)) for n in (ordinals or range(tp or 1))]
+        yield [stack.enter_context(CudaDevice(n)) for n in ranks_of(tp, ordinals)]
+
+
+def packs(text: str) -> int:
+    """An argument: bytes, whole packs of 16."""
+    value = positive(text)
+    if value % 16:
+        raise argparse.ArgumentTypeError(f"{text} bytes are not whole packs of 16")
+    return value
+
+
+def amount(text: str) -> float:
+    """An argument: a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def check_shares(sizes: Sequence[str], degrees: Sequence[int], *, fp8: bool) -> None:
+    """UsageError for a size that does not split so, before a GPU is looked for."""
+    for size in sizes:
+        for tp in degrees:
+            degree(tp, None, random_config(size), fp8=fp8)
 
 
 def read_ceiling(dev: CudaDevice, nbytes: int = 4 << 30, repeats: int = 7) -> float:

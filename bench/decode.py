@@ -20,15 +20,28 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, Literal
 
-from bench.common import Timing, command, environment, open_gpus, read_ceiling, result_arguments, save, time_in_turns
+from bench.common import (
+    Timing,
+    command,
+    environment,
+    open_gpus,
+    ranks_of,
+    read_ceiling,
+    result_arguments,
+    save,
+    time_in_turns,
+)
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
+from qwen_raw.comm.reduce import PATHS
 from qwen_raw.driver.device import CudaDevice
+from qwen_raw.errors import UsageError
 from qwen_raw.model.decode import StepOptions
 from qwen_raw.model.runner import DeviceRunner, Step
 from qwen_raw.placement import degree
 
 DEFAULT = ["tiny-shakespeare:bf16", "random:0.5b:bf16", "random:7b:bf16", "random:7b:fp8"]
+COMMS = ("auto", "inline", *PATHS)
 COLUMNS = ("model", "dtype", "KV", "tp", "context", "tok/s", "", "host", "GB/s", "of read", "reduce µs", "load s")
 
 
@@ -38,6 +51,19 @@ def split_spec(spec: str) -> tuple[str, Literal["bf16", "fp8"]]:
     if dtype == "fp8":
         return model, "fp8"
     return (model if dtype == "bf16" else spec), "bf16"
+
+
+def check_models(specs: Sequence[str], ranks: int = 1, lengths: Sequence[int] = ()) -> None:
+    """UsageError, before a GPU is looked for: what is no model, or does not split so; a length that no model has."""
+    configs = []
+    for spec in specs:
+        model, dtype = split_spec(spec)
+        configs.append(open_model(model, dtype).config)
+        degree(ranks, None, configs[-1], fp8=dtype == "fp8")
+    most = max(config.max_position for config in configs)
+    for length in lengths:
+        if length > most:
+            raise UsageError(f"{length} positions are more than the {most} of {' and '.join(specs)}")
 
 
 def open_runner(
@@ -142,12 +168,12 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
-    parser.add_argument(
-        "--comm", nargs="+", default=["auto"], help="paths of the sums over ranks: auto, inline, lamport, flag, …"
-    )
+    parser.add_argument("--comm", nargs="+", default=["auto"], choices=COMMS, help="paths of the sums over ranks")
     parser.add_argument("--kv-cache-dtype", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     result_arguments(parser, "decode.json, or decode_tpN.json")
     a = parser.parse_args()
+    contexts, ranks = a.context or [0], ranks_of(a.tp, a.devices)
+    check_models(a.model or DEFAULT, len(ranks), [context + a.tokens for context in contexts])
     with open_gpus(a.tp, a.devices) as devices:
         ceiling = read_ceiling(devices[0])
         print(f"# {devices[0].name}, {devices[0].driver}; reads reach {ceiling / 1e12:.2f} TB/s")
@@ -155,7 +181,7 @@ def main() -> int:
         rows: list[dict[str, Any]] = []
         variant, env = f"tp{len(devices)}" if len(devices) > 1 else "", environment(devices[0], a.commit)
         for spec, comm, kv in product(a.model or DEFAULT, a.comm, a.kv_cache_dtype):
-            rows += measure(devices, spec, comm, kv, a.context or [0], a.tokens, a.repeats, ceiling)
+            rows += measure(devices, spec, comm, kv, contexts, a.tokens, a.repeats, ceiling)
             path = save("decode", env, rows, a.output, variant)
         print(f"# written: {path.name}")
     return 0

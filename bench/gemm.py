@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import command, environment, read_ceiling, result_arguments, save, time_ms
+from bench.common import check_shares, command, environment, read_ceiling, result_arguments, save, time_ms
 from bench.peers.cublaslt import WORKSPACE, CublasLt
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, positive
@@ -206,6 +206,7 @@ def main() -> int:
     parser.add_argument("--chosen-only", action="store_true", help="only what the launchers take by themselves")
     result_arguments(parser, "gemm_MODEL_tpN.json")
     a = parser.parse_args()
+    check_shares(a.model, a.tp, fp8="fp8" in a.dtype)
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)
     print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")

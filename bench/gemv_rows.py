@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import command, environment, read_ceiling, result_arguments, save
+from bench.common import check_shares, command, environment, read_ceiling, result_arguments, save
 from bench.gemv import EPS, GEMVS, Case, graph_us
 from bench.peers.cublaslt import CublasLt, open_cublaslt
 from loaders.synthetic import SIZES
@@ -88,10 +88,13 @@ def main() -> int:
     parser.add_argument("--model", nargs="+", default=["7b"], choices=list(SIZES))
     parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=list(ROWS))
-    parser.add_argument("--rows", nargs="+", type=positive, default=[2, 4, 8, 16])
+    parser.add_argument(
+        "--rows", nargs="+", type=int, choices=range(1, MAX_ROWS + 1), metavar="N", default=[2, 4, 8, 16]
+    )
     parser.add_argument("--no-peers", action="store_true", help="without cuBLASLt")
     result_arguments(parser, "gemv_rows.json")
     a = parser.parse_args()
+    check_shares(a.model, a.tp, fp8="fp8" in a.dtype)
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)
     print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import environment, open_gpus, result_arguments
-from bench.decode import split_spec
+from bench.decode import check_models, split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.device import Device
@@ -21,6 +21,7 @@ from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.simt.device import SimDevice
 
 SMALLEST = "tiny-shakespeare-draft"
+SHORTEST = 3  # ids that are timed
 
 
 def add_arguments(parser: Parser, name: str, models: Sequence[str], prompts: Sequence[int]) -> None:
@@ -38,6 +39,19 @@ def add_arguments(parser: Parser, name: str, models: Sequence[str], prompts: Seq
     parser.add_argument("--tokens", type=positive, default=128, help="ids that follow")
     parser.add_argument("--repeats", type=positive, default=5)
     result_arguments(parser, f"{name}.json, {name}_2gpu.json")
+
+
+def check(a: Any, models: Sequence[str], counts: Sequence[int], advice: str) -> Sequence[str]:
+    """The models to run. UsageError, before a GPU is looked for, for arguments that do not go together."""
+    count = a.sim or len(a.devices)
+    if count not in counts:
+        raise UsageError(f"{count} device{'s' * (count > 1)}: {advice}, as in --devices 0,0")
+    if not a.sim and a.tokens < SHORTEST:
+        raise UsageError(f"{a.tokens} tokens: at least {SHORTEST} are timed")
+    specs = a.model or ((SMALLEST,) if a.sim else models)
+    for spec in specs:
+        check_models([spec], 1, [min(a.prompt) + 2 * a.tokens])
+    return tuple(specs)
 
 
 @contextmanager
@@ -63,8 +77,6 @@ def open_both(
     checkpoint = open_model(model, dtype)
     config = checkpoint.config
     fitting = [n for n in prompts if n + 2 * tokens <= config.max_position]
-    if not fitting:
-        raise UsageError(f"{model} has {config.max_position} positions, {min(prompts) + 2 * tokens} were asked for")
     options: dict[str, Any] = {
         "dtype": dtype, "max_model_len": max(fitting) + 2 * tokens, "text_vocab": config.V, "owns_device": False,
     }  # fmt: skip
@@ -86,12 +98,7 @@ def timed(runner: DeviceRunner, ids: Sequence[int], tokens: int) -> tuple[list[t
 
 
 def compare(one: DeviceRunner, two: DeviceRunner, prompt: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """Ids and hashes of both are equal, or QwenRawError; host's times of both, medians; 0 repeats: none.
-
-    Raises UsageError for too few tokens to time.
-    """
-    if repeats and tokens < 3:
-        raise UsageError(f"{tokens} tokens: at least 3 are timed")
+    """Ids and hashes of both are equal, or QwenRawError; host's times of both, medians; 0 repeats: none."""
     ids, found = prompt_of(one, prompt), []
     row: dict[str, Any] = {"prompt": prompt, "tokens": tokens}
     for name, runner in (("one_", one), ("", two)):

@@ -15,10 +15,9 @@ from typing import Any
 from bench.allreduce import Ranks
 from bench.common import command, save
 from bench.decode import split_spec, steps_us
-from bench.hand_over import SMALLEST, add_arguments, compare, gpus_of, open_both, open_devices
+from bench.hand_over import add_arguments, check, compare, gpus_of, open_both, open_devices
 from qwen_raw.cli.arguments import Parser
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.errors import UsageError
 from qwen_raw.model.transfer import TransferRunner
 
 MODELS = ("tiny-shakespeare:bf16", "random:7b:bf16")
@@ -56,11 +55,10 @@ def main() -> int:
     add_arguments(parser, "kv_transfer", MODELS, [128, 512, 2048])
     a = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    models = check(a, MODELS, [2], "one computes prompts, the other decodes")
     with open_devices(a) as (devices, env, variant):
-        if len(devices) != 2:
-            raise UsageError(f"{len(devices)} devices: one computes prompts, the other decodes, as in --devices 0,0")
         gpus = gpus_of(devices)
-        for spec in a.model or (MODELS if gpus else (SMALLEST,)):
+        for spec in models:
             model, dtype = split_spec(spec)
             one, apart, prompts = open_both(TransferRunner, devices, spec, a.prompt, a.tokens)
             assert isinstance(apart, TransferRunner)

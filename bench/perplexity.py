@@ -8,6 +8,7 @@ once (prefill), and one by one (decode). --reference: the NumPy model too, bf16 
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,18 @@ def measure(
         return rows, next((dev for dev in devices if isinstance(dev, CudaDevice)), None)
 
 
+def two_or_more(text: str) -> int:
+    """An argument: tokens, of which the first is predicted by nobody."""
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text} is less than 2")
+    return positive(text)
+
+
 def main() -> int:
     parser = Parser("python -m bench.perplexity", description="perplexity in bf16 and fp8")
     parser.add_argument("--model", default=None, help="default: the built-in tiny-shakespeare")
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--tokens", type=positive, help="only so many of the text's first tokens")
+    parser.add_argument("--tokens", type=two_or_more, help="only so many of the text's first tokens")
     parser.add_argument("--window", type=positive, default=512)
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu", "sim"])
     parser.add_argument("--reference", action="store_true", help="the NumPy model too")

@@ -14,10 +14,10 @@ from typing import Any
 
 from bench.common import command, save
 from bench.decode import split_spec, steps_us
-from bench.hand_over import SMALLEST, add_arguments, compare, gpus_of, open_both, open_devices
+from bench.hand_over import add_arguments, check, compare, gpus_of, open_both, open_devices
 from qwen_raw.cli.arguments import Parser
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.errors import UsageError
+from qwen_raw.kernels.peers import MAX_RANKS
 from qwen_raw.model.decode import StepOptions
 from qwen_raw.model.pipeline import PipelineRunner
 from qwen_raw.model.runner import DeviceRunner, Step
@@ -52,11 +52,10 @@ def main() -> int:
     add_arguments(parser, "pipeline", MODELS, [512])
     a = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    models = check(a, MODELS, range(2, MAX_RANKS + 1), f"there are 2 to {MAX_RANKS} stages")
     with open_devices(a) as (devices, env, variant):
-        if len(devices) < 2:
-            raise UsageError("one device: there are at least two stages, as in --devices 0,0")
         gpus = gpus_of(devices)
-        for spec in a.model or (MODELS if gpus else (SMALLEST,)):
+        for spec in models:
             one, staged, prompts = open_both(PipelineRunner, devices, spec, a.prompt, a.tokens)
             model, dtype = split_spec(spec)
             for prompt in prompts:

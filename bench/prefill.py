@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import command, environment, open_gpus, quoted, result_arguments, save
-from bench.decode import open_runner, split_spec
+from bench.common import command, environment, open_gpus, quoted, ranks_of, result_arguments, save
+from bench.decode import COMMS, check_models, open_runner, split_spec
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.model.runner import DeviceRunner
@@ -113,18 +113,18 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=7)
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
-    parser.add_argument(
-        "--comm", default="auto", help="path of the sums over ranks: auto, inline, lamport, flag, twoshot, host"
-    )
+    parser.add_argument("--comm", default="auto", choices=COMMS, help="path of the sums over ranks")
     result_arguments(parser, "prefill.json, or prefill_tpN.json")
     a = parser.parse_args()
+    prompts, ranks = a.prompt or PROMPTS, ranks_of(a.tp, a.devices)
+    check_models(a.model or DEFAULT, len(ranks), [n + TOKENS for n in a.prompt or ()])
     with open_gpus(a.tp, a.devices) as devices:
         print(f"# {devices[0].name}, {devices[0].driver}; call with ids → first id on the host, no tokenisation")
         heads = "{:18} {:5} {:>2} {:>6} {:>14} {:>8} {:6} {:>9} {:>8} {:>5} {:>13} {:>7} {:>6}"
         print(heads.format(*COLUMNS))
         rows = []
         for spec in a.model or DEFAULT:
-            rows += measure(devices, spec, a.comm, a.prompt or PROMPTS, a.repeats)
+            rows += measure(devices, spec, a.comm, prompts, a.repeats)
         variant = f"tp{len(devices)}" if len(devices) > 1 else ""
         path = save("prefill", environment(devices[0], a.commit), rows, a.output, variant)
         print(f"# written: {path.name}")

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import RESULTS, command, environment, open_gpus, quoted, result_arguments, save, time_in_turns
-from bench.decode import split_spec
+from bench.common import RESULTS, amount, command, environment, open_gpus, quoted, result_arguments, save, time_in_turns
+from bench.decode import check_models, split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.device import BF16, Buffer, Device
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.errors import QwenRawError
+from qwen_raw.errors import QwenRawError, UsageError
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.gemv_exchange import Next
 from qwen_raw.kernels.linear import Linear
@@ -194,6 +194,13 @@ def points_of(
     return points
 
 
+def legal_of(spec: str) -> list[int]:
+    """The degrees that the model splits into."""
+    model, dtype = split_spec(spec)
+    legal = open_model(model, dtype).config.legal_tp(16 if dtype == "fp8" else 8)
+    return [tp for tp in DEGREES if tp in legal]
+
+
 def report(
     spec: str, found: Fit, points: Sequence[Point], rows: dict[int, dict[str, Any]], legal: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -230,15 +237,20 @@ def main() -> int:
     parser.add_argument("--tp", nargs="+", type=positive, default=DEGREES, help="degrees of the lone rank")
     parser.add_argument("--tokens", type=positive, default=32)
     parser.add_argument("--repeats", type=positive, default=3)
-    parser.add_argument("--reduce-us", type=float, default=ASSUMED_US, help="of a sum, where none was measured")
+    parser.add_argument("--reduce-us", type=amount, default=ASSUMED_US, help="of a sum, where none was measured")
     result_arguments(parser, "scaling.json")
     a = parser.parse_args()
+    specs = a.model or DEFAULT
+    check_models(specs)
+    for spec in specs:
+        if len(degrees := set(a.tp) & set(legal_of(spec))) < 2:
+            raise UsageError(f"{spec} splits into {sorted(degrees)} of --tp: one degree alone does not say what stays")
     table: list[dict[str, Any]] = []
     with open_gpus(1, None) as devices:
-        for spec in a.model or DEFAULT:
+        for spec in specs:
             model, dtype = split_spec(spec)
             config = open_model(model, dtype).config
-            legal = [tp for tp in DEGREES if tp in config.legal_tp(16 if dtype == "fp8" else 8)]
+            legal = legal_of(spec)
             rows = measured(a.output, model, dtype) or measured(RESULTS, model, dtype)
             points = points_of(devices[0], spec, [tp for tp in a.tp if tp in legal], rows, a.tokens, a.repeats)
             table += report(spec, fit(points, config.L, a.reduce_us), points, rows, legal)

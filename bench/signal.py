@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.allreduce import Ranks
-from bench.common import command, environment, result_arguments, save
+from bench.common import command, environment, packs, result_arguments, save
 from qwen_raw.cli.arguments import Parser, natural, ordinals, positive
 from qwen_raw.comm.signal import Form, Ring, Shape, SignalChannel
 from qwen_raw.device import U32
@@ -182,7 +182,7 @@ def soak(ranks: Ranks, way: Way, handovers: int) -> dict[str, Any]:
 def main() -> int:
     parser = Parser("python -m bench.signal", description="put-with-signal: latency by form, shape and size")
     parser.add_argument("--devices", type=ordinals, default=[0, 0], help="producer's and consumer's GPU, as 0,1")
-    parser.add_argument("--bytes", nargs="*", type=positive, default=list(BYTES), help="of a payload; none: only soak")
+    parser.add_argument("--bytes", nargs="*", type=packs, default=list(BYTES), help="of a payload; none: only soak")
     parser.add_argument("--rounds", type=positive, default=150, help="in a graph")
     parser.add_argument("--repeats", type=positive, default=7)
     parser.add_argument("--soak", type=natural, default=0, metavar="N", help="then N hand-overs whose payloads differ")

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from bench.common import command, environment, open_gpus, result_arguments, save
-from bench.decode import split_spec
+from bench.common import amount, command, environment, open_gpus, ranks_of, result_arguments, save
+from bench.decode import COMMS, check_models, split_spec
 from loaders.resolve import open_model
 from loaders.synthetic import random_checkpoint
 from qwen_raw.cli.arguments import Parser, ordinals, positive
@@ -148,18 +148,20 @@ def main() -> int:
     parser.add_argument("--model", metavar="SPEC[:DTYPE]", help="default: a small random one that splits into 8")
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
-    parser.add_argument(
-        "--comm", default="auto", help="path of the sums over ranks: auto, inline, lamport, flag, twoshot, host"
-    )
+    parser.add_argument("--comm", default="auto", choices=COMMS, help="path of the sums over ranks")
     parser.add_argument("--prompts", type=positive, default=200)
     parser.add_argument("--distinct", type=positive, help="prompts before they repeat; default: a tenth of them")
     parser.add_argument("--tokens", type=positive, default=256)
     parser.add_argument("--limit", type=positive, default=3600, help="seconds after which to stop early")
-    parser.add_argument("--slower", type=float, default=0.02, help="share that the last tenth may be slower by")
+    parser.add_argument("--slower", type=amount, default=0.02, help="share that the last tenth may be slower by")
     result_arguments(parser, "soak_tpN.json")
     a = parser.parse_args()
     if a.tokens < 2:
         raise UsageError("--tokens 1 has no rate: at least 2")
+    if a.model is not None:
+        check_models([a.model], len(ranks_of(a.tp, a.devices)), [LONGEST + a.tokens])
+    else:
+        degree(len(ranks_of(a.tp, a.devices)), None, SMALL, fp8=False)
     with open_gpus(a.tp, a.devices) as devices:
         result = run(devices, a.model, a.comm, (a.prompts, a.distinct or max(a.prompts // 10, 1), a.tokens, a.limit))
         save("soak", environment(devices[0], a.commit), [asdict(result)], a.output, f"tp{result.tp}")

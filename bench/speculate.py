@@ -24,16 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import command, environment, open_gpus, result_arguments, save, time_ms
-from bench.decode import split_spec
+from bench.common import command, environment, open_gpus, ranks_of, result_arguments, save, time_ms
+from bench.decode import check_models, split_spec
 from loaders.resolve import open_model, open_tokenizer
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.generation.speculation import DEFAULT_GUESSES
+from qwen_raw.generation.speculation import DEFAULT_GUESSES, Speculation
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.speculative import SpeculativeRunner
 from qwen_raw.placement import degree
 
+LONGEST_TEXT = 64  # ids of TEXTS, and some to spare
 ACCEPTANCES = [0.0, 0.5, 0.8, 1.0]
 TEXTS = ("ROMEO:", "First Citizen:\nBefore we", "KING RICHARD III:\n", "JULIET:\nO, ", "The king")
 PASSES = 8  # replayed at a time
@@ -105,7 +106,8 @@ def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> Iterat
     tokenizer = open_tokenizer(model)
     prompts = [tokenizer.encode(text) for text in TEXTS] * 4
     options: dict[str, Any] = {
-        "dtype": "bf16", "max_model_len": 600, "text_vocab": tokenizer.vocab_size, "owns_device": False,
+        "dtype": "bf16", "max_model_len": tokens + LONGEST_TEXT, "text_vocab": tokenizer.vocab_size,
+        "owns_device": False,
     }  # fmt: skip
     plain = DeviceRunner(devices, model, **options)
     rate(plain, prompts[:2], tokens)
@@ -145,6 +147,11 @@ def main() -> int:
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
     result_arguments(parser, "speculate.json, or speculate_tpN.json")
     a = parser.parse_args()
+    ranks = len(ranks_of(a.tp, a.devices))
+    check_models([a.model], ranks, [a.context + a.tokens])
+    check_models(["tiny-shakespeare"], ranks, [a.built_in_tokens + LONGEST_TEXT])
+    check_models([a.draft])
+    Speculation(a.draft, None, a.guesses)  # refuses a wrong number of guesses
     with open_gpus(a.tp, a.devices) as devices:
         env, variant = environment(devices[0], a.commit), f"tp{len(devices)}" if len(devices) > 1 else ""
         rows: list[dict[str, Any]] = []

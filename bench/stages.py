@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.common import command, environment, read_ceiling, result_arguments, save, time_in_turns
-from bench.decode import split_spec
+from bench.decode import check_models, split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, natural
 from qwen_raw.driver.device import CudaDevice
@@ -92,6 +92,7 @@ def main() -> int:
     parser.add_argument("--blocks-per-sm", nargs="+", type=natural, default=[0], help="0: the launchers' own choice")
     result_arguments(parser, "stages.json")
     a = parser.parse_args()
+    check_models(a.model or ["random:7b:bf16"], 1, [max(a.context) + 2 * STEPS])
     dev = CudaDevice(0)
     ceiling = read_ceiling(dev)
     print(f"# {dev.name}, {dev.driver}; reads reach {ceiling / 1e12:.2f} TB/s")

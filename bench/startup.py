@@ -23,7 +23,7 @@ import numpy as np
 
 import qwen_raw
 from bench.common import command, environment, result_arguments, save
-from bench.decode import split_spec
+from bench.decode import check_models, split_spec
 from loaders.checkpoint import open_checkpoint, tensor_shapes
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser
@@ -118,6 +118,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", choices=list(SIZES), default="0.5b")
     result_arguments(parser, "startup.json")
     a = parser.parse_args()
+    check_models(a.model)
     dev = CudaDevice(0)
     rows = [ready(spec) for spec in a.model] + checkpoint(dev, a.checkpoint)
     save("startup", environment(dev, a.commit), rows, a.output)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from bench.common import RESULTS, recorded, result_arguments
 from qwen_raw.cli.arguments import Parser
+from qwen_raw.driver.device import CudaDevice
+from qwen_raw.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [path.stem for path in sorted((ROOT / "bench").glob("*.py")) if "__main__" in path.read_text()]
@@ -24,17 +28,63 @@ def test_a_wrong_request_is_one_line(bench: str) -> None:
     assert re.search(r"^    command\(main\)$", source, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("bench", "words"),
-    [
-        ("torture", "--seeds 0"),
-        ("decode", "--tokens -1"),
-        ("gemv", "--tp x"),
-        ("allreduce", "--devices 0,x"),
-        ("prefill", "--prompt 0"),
-        ("speculate", "--acceptance 2"),
-    ],
-)
+WRONG = [
+    ("torture", "--seeds 0", "argument --seeds: 0 is less than 1"),
+    ("decode", "--tokens -1", "argument --tokens: -1 is less than 1"),
+    ("decode", "--model no/such", "model 'no/such' is not a folder"),
+    ("decode", "--model random:7b --tp 3", "tp 3 does not fit random:7b's"),
+    ("decode", "--model random:7b --context 33k", "33920 positions are more than the 32768 of random:7b"),
+    ("decode", "--comm smoke", "argument --comm: invalid choice: 'smoke'"),
+    ("decode", "--tp 2 --devices 0", "tp 2 with 1 devices"),
+    ("prefill", "--prompt 0", "argument --prompt: 0 is less than 1"),
+    ("prefill", "--model random:9b", "random:9b"),
+    ("prefill", "--comm smoke", "argument --comm: invalid choice"),
+    ("gemm", "--tp 3", "tp 3 does not fit random:7b's"),
+    ("gemv", "--tp x", "argument --tp: 'x' is not a whole number"),
+    ("gemv", "--tp 8", "tp 8 does not fit random:7b's"),
+    ("gemv_rows", "--rows 17", "argument --rows: invalid choice: 17"),
+    ("gemv_rows", "--tp 5", "tp 5 does not fit random:7b's"),
+    ("attn_decode", "--cluster 3", "argument --cluster: invalid choice: 3"),
+    ("attn_decode", "--keys 100", "argument --keys: 100 keys: a power of two, at least 128"),
+    ("attn_prefill", "--heads 28/3/128", "argument --heads: '28/3/128': query heads, a divisor"),
+    ("allreduce", "--devices 0,x", "argument --devices: '0,x' is not a list of GPU numbers"),
+    ("allreduce", "--devices 0", "1 devices: 2 to 8 ranks sum"),
+    ("allreduce", "--bytes 1000", "argument --bytes: 1000 bytes are not whole packs of 16"),
+    ("signal", "--devices 0,0,0", "3 devices: a channel has two ends"),
+    ("signal", "--bytes 20", "argument --bytes: 20 bytes are not whole packs of 16"),
+    ("pipeline", "--devices 0", "1 device: there are 2 to 8 stages, as in --devices 0,0"),
+    ("pipeline", "--tokens 2", "2 tokens: at least 3 are timed"),
+    ("kv_transfer", "--devices 0,0,0", "3 devices: one computes prompts, the other decodes"),
+    ("kv_transfer", "--model tiny-shakespeare --prompt 2000", "2256 positions are more than the"),
+    ("scaling", "--tp 2", "random:7b:bf16 splits into [2] of --tp: one degree alone does not say what stays"),
+    ("scaling", "--reduce-us nan", "argument --reduce-us: 'nan' is not a number of at least 0"),
+    ("soak", "--slower -1", "argument --slower: '-1' is not a number of at least 0"),
+    ("soak", "--tp 3", "tp 3 does not fit small's"),
+    ("soak", "--model tiny-shakespeare --tokens 2k", "2248 positions are more than the"),
+    ("speculate", "--acceptance 2", "argument --acceptance: "),
+    ("speculate", "--guesses 16", "16 guesses a pass: 1 to 15 are possible"),
+    ("speculate", "--draft tiny", "model 'tiny' is not a folder"),
+    ("stages", "--context 40k", "positions are more than the"),
+    ("startup", "--model random", "random"),
+    ("perplexity", "--tokens 1", "argument --tokens: 1 is less than 2"),
+]
+
+
+@pytest.mark.parametrize(("bench", "words", "message"), WRONG, ids=lambda value: value)
+def test_a_wrong_value_is_said_before_a_gpu_is_looked_for(
+    bench: str, words: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(self: CudaDevice, *_: object) -> NoReturn:
+        raise AssertionError("a GPU was looked for")
+
+    monkeypatch.setattr(CudaDevice, "__init__", look)
+    monkeypatch.setattr(sys, "argv", [bench, *words.split()])
+    with pytest.raises(UsageError) as caught:
+        importlib.import_module(f"bench.{bench}").main()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("bench", "words"), [("torture", "--seeds 0"), ("decode", "--tokens -1")])
 def test_a_wrong_value_is_one_line(bench: str, words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"bench.{bench}", *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=120
