@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from bench.common import environment, open_gpus, result_arguments
+from bench.common import environment, open_gpus, result_arguments, save
 from bench.decode import check_models, split_spec
 from loaders.resolve import open_model
 from qwen_raw.cli.arguments import Parser, ordinals, positive
@@ -118,6 +118,30 @@ def compare(one: DeviceRunner, two: DeviceRunner, prompt: int, tokens: int, repe
     return row | {"ids_equal": len(found[0])}
 
 
-def gpus_of(devices: Sequence[Device]) -> list[CudaDevice]:
-    """The devices, where they are GPUs; none where they are simulated."""
-    return [dev for dev in devices if isinstance(dev, CudaDevice)]
+def run(
+    a: Any,
+    name: str,
+    models: Sequence[str],
+    kind: type[DeviceRunner],
+    label: dict[str, Any],
+    measure: Callable[[list[CudaDevice], DeviceRunner, DeviceRunner, int, Any], dict[str, Any]],
+    line: Callable[[dict[str, Any]], str],
+) -> None:
+    """A row for each model and prompt: ids compared and, on GPUs, what `measure` finds; printed, and on GPUs saved."""
+    rows: list[dict[str, Any]] = []
+    with open_devices(a) as (devices, env, variant):
+        gpus = [dev for dev in devices if isinstance(dev, CudaDevice)]  # none where they are simulated
+        for spec in models:
+            one, two, prompts = open_both(kind, devices, spec, a.prompt, a.tokens)
+            model, dtype = split_spec(spec)
+            for prompt in prompts:
+                row = {"model": model, "dtype": dtype, **label}
+                row |= compare(one, two, prompt, a.tokens, a.repeats if gpus else 0)
+                if gpus:
+                    row |= measure(gpus, one, two, prompt, a)
+                rows.append(row)
+                print(line(row), flush=True)
+                if gpus:
+                    save(name, env, rows, a.output, variant)
+            one.close()
+            two.close()

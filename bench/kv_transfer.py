@@ -13,11 +13,12 @@ import statistics
 from typing import Any
 
 from bench.allreduce import Ranks
-from bench.common import command, save
-from bench.decode import split_spec, steps_us
-from bench.hand_over import add_arguments, check, compare, gpus_of, open_both, open_devices
+from bench.common import command
+from bench.decode import steps_us
+from bench.hand_over import add_arguments, check, run
 from qwen_raw.cli.arguments import Parser
 from qwen_raw.driver.device import CudaDevice
+from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.transfer import TransferRunner
 
 MODELS = ("tiny-shakespeare:bf16", "random:7b:bf16")
@@ -50,32 +51,21 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def measure(gpus: list[CudaDevice], one: DeviceRunner, apart: DeviceRunner, prompt: int, a: Any) -> dict[str, Any]:
+    """Decode on the second, beside the first alone; and the hand-over of the prompt."""
+    assert isinstance(apart, TransferRunner)
+    (step,) = steps_us(gpus[1:], apart, prompt, a.tokens, a.repeats, [None])
+    (alone,) = steps_us(gpus[:1], one, prompt, a.tokens, a.repeats, [None])
+    row = {"tok_s": 1e6 / step.median, "spread": step.spread, "one_tok_s": 1e6 / alone.median}
+    return row | hand_over(gpus, apart, prompt, a.repeats)
+
+
 def main() -> int:
     parser = Parser("python -m bench.kv_transfer", description="prefill on one device, decode on another")
     add_arguments(parser, "kv_transfer", MODELS, [128, 512, 2048])
     a = parser.parse_args()
-    rows: list[dict[str, Any]] = []
     models = check(a, MODELS, [2], "one computes prompts, the other decodes")
-    with open_devices(a) as (devices, env, variant):
-        gpus = gpus_of(devices)
-        for spec in models:
-            model, dtype = split_spec(spec)
-            one, apart, prompts = open_both(TransferRunner, devices, spec, a.prompt, a.tokens)
-            assert isinstance(apart, TransferRunner)
-            for prompt in prompts:
-                row: dict[str, Any] = {"model": model, "dtype": dtype}
-                row |= compare(one, apart, prompt, a.tokens, a.repeats if gpus else 0)
-                if gpus:
-                    (step,) = steps_us(gpus[1:], apart, prompt, a.tokens, a.repeats, [None])
-                    (alone,) = steps_us(gpus[:1], one, prompt, a.tokens, a.repeats, [None])
-                    row |= {"tok_s": 1e6 / step.median, "spread": step.spread, "one_tok_s": 1e6 / alone.median}
-                    row |= hand_over(gpus, apart, prompt, a.repeats)
-                rows.append(row)
-                print(line(row), flush=True)
-                if gpus:
-                    save("kv_transfer", env, rows, a.output, variant)
-            one.close()
-            apart.close()
+    run(a, "kv_transfer", models, TransferRunner, {}, measure, line)
     return 0
 
 

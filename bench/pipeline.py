@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.common import command, save
-from bench.decode import split_spec, steps_us
-from bench.hand_over import add_arguments, check, compare, gpus_of, open_both, open_devices
+from bench.common import command
+from bench.decode import steps_us
+from bench.hand_over import add_arguments, check, run
 from qwen_raw.cli.arguments import Parser
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.kernels.peers import MAX_RANKS
@@ -47,33 +47,21 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def measure(gpus: list[CudaDevice], one: DeviceRunner, staged: DeviceRunner, prompt: int, a: Any) -> dict[str, Any]:
+    """Decode in stages, beside the first device alone; and what the stages take apart."""
+    (alone,) = steps_us(gpus[:1], one, prompt, a.tokens, a.repeats, [None])
+    (step,) = steps_us(gpus, staged, prompt, a.tokens, a.repeats, [None])
+    apart = stages_us(gpus, staged, prompt, a.tokens, a.repeats)
+    return {"tok_s": 1e6 / step.median, "spread": step.spread, "one_tok_s": 1e6 / alone.median, "stages_us": apart,
+            "hand_over_us": (step.median - sum(apart)) / (2 * len(gpus) - 2)}  # fmt: skip
+
+
 def main() -> int:
     parser = Parser("python -m bench.pipeline", description="a model in stages")
     add_arguments(parser, "pipeline", MODELS, [512])
     a = parser.parse_args()
-    rows: list[dict[str, Any]] = []
     models = check(a, MODELS, range(2, MAX_RANKS + 1), f"there are 2 to {MAX_RANKS} stages")
-    with open_devices(a) as (devices, env, variant):
-        gpus = gpus_of(devices)
-        for spec in models:
-            one, staged, prompts = open_both(PipelineRunner, devices, spec, a.prompt, a.tokens)
-            model, dtype = split_spec(spec)
-            for prompt in prompts:
-                row = {"model": model, "dtype": dtype, "stages": len(devices)}
-                row |= compare(one, staged, prompt, a.tokens, a.repeats if gpus else 0)
-                if gpus:
-                    (alone,) = steps_us(gpus[:1], one, prompt, a.tokens, a.repeats, [None])
-                    (step,) = steps_us(gpus, staged, prompt, a.tokens, a.repeats, [None])
-                    apart = stages_us(gpus, staged, prompt, a.tokens, a.repeats)
-                    row |= {"tok_s": 1e6 / step.median, "spread": step.spread, "one_tok_s": 1e6 / alone.median,
-                            "stages_us": apart,
-                            "hand_over_us": (step.median - sum(apart)) / (2 * len(devices) - 2)}  # fmt: skip
-                rows.append(row)
-                print(line(row), flush=True)
-                if gpus:
-                    save("pipeline", env, rows, a.output, variant)
-            one.close()
-            staged.close()
+    run(a, "pipeline", models, PipelineRunner, {"stages": a.sim or len(a.devices)}, measure, line)
     return 0
 
 
