@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_fixtures import random_world
 
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import logits_hash
 from qwen_raw.generation.sampling import choose
 from qwen_raw.kernels.sample import BAD_ID, SLOTS, Sampler, sample
-from qwen_raw.simt import run
 from qwen_raw.simt.device import SimDevice
 from qwen_raw.simt.world import SimWorld
 
@@ -21,14 +21,8 @@ LIMIT_NS = 50_000_000
 
 @pytest.fixture(params=[(2, False), (3, False), (8, False), (3, True)], ids=["2", "3", "8", "3-race"])
 def world(request: pytest.FixtureRequest) -> Iterator[tuple[SimWorld, list[SimDevice]]]:
-    """A random schedule with delayed links; checked for races, or under AddressSanitizer (`qwen_raw.simt.run`)."""
-    ranks, race = request.param
-    if run.active() and race:
-        pytest.skip("the race checker and AddressSanitizer exclude each other")
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"schedule seed {seed}")
-    with SimWorld(ranks, seed=seed, race=race, sanitize="address" if run.active() else None) as sim:
-        yield sim, [SimDevice(world=sim, rank=rank) for rank in range(ranks)]
+    with random_world(*request.param) as world:
+        yield world
 
 
 def split(world: int) -> list[range]:
