@@ -25,6 +25,8 @@ from qwen_raw.errors import UsageError
 
 DESCRIPTION = """Complete a prompt. The text goes to stdout as it is made, everything else to stderr."""
 
+NO_CHAT = "--system needs --chat: without the chat template there is no place for a system message"
+
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command to `qwen-raw`."""
@@ -74,7 +76,12 @@ def run(args: argparse.Namespace) -> int:
     """Load, generate, report; 0, or 130 if interrupted."""
     status = Status(quiet=args.quiet, verbose=args.verbose)
     prompt = _prompt(args)
-    _override(SamplingParams(), args)  # refuses values that make no sense before a model is loaded for them
+    # What makes no sense whatever the model is refused before one is loaded for it.
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    if args.system is not None and args.chat is False:
+        raise UsageError(NO_CHAT)
+    _override(SamplingParams(), args)
     guessing = speculation(args)
     with status.loading() as progress:
         engine = load(
@@ -92,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     with engine:
         chat = engine.has_chat_template if args.chat is None else args.chat
         if args.system is not None and not chat:
-            raise UsageError("--system needs --chat: without the chat template there is no place for a system message")
+            raise UsageError(NO_CHAT)
         ids = engine.encode_chat(prompt, args.system) if chat else engine.encode(prompt)
         defaults = engine.default_params() if args.temperature is None else SamplingParams()
         stream = engine.stream(ids, _override(defaults, args))

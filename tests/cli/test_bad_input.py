@@ -78,6 +78,14 @@ def test_wrong_requests(cli: Callable[..., Any], arguments: list[str], message: 
 
 
 @pytest.mark.parametrize(
+    "arguments", [["-p", ""], ["-p", "a", "--no-chat", "--system", "b"], ["-p", "a", "--temp", "-1"]]
+)
+def test_what_no_model_could_do_loads_none(cli: Callable[..., Any], arguments: list[str]) -> None:
+    ran = cli("generate", *arguments, "-m", "no/such/folder")
+    assert "no/such" not in ran.err and (ran.code, ran.out) == (2, "")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["generat", "-p", "a"], "'generat' is not a command: begin with one of generate, devices"),
