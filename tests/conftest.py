@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,12 @@ import pytest
 
 if TYPE_CHECKING:
     from qwen_raw.driver.device import CudaDevice
+
+# Before NumPy is imported. Where each of several processes has a BLAS thread for every core, most of their time goes by
+# in waiting for each other: what computes in NumPy took four times as long.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    _share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(_share, 1)))
 
 
 @functools.cache
