@@ -11,11 +11,13 @@
 #include "include/gemv.cuh"
 #include "include/gemv_fma.cuh"
 
-// For sm_100 to sm_119 the compilers spill at half of the registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr int NORMED_C1_BLOCKS = 1;
+// Where the compilers would spill at half of the registers: below sm_89, and for sm_100 to sm_119.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr int ADD_C1_ROWS = 4, NORMED_C1_BLOCKS = 2;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr int ADD_C1_ROWS = 4, NORMED_C1_BLOCKS = 1;
 #else
-constexpr int NORMED_C1_BLOCKS = 2;
+constexpr int ADD_C1_ROWS = 8, NORMED_C1_BLOCKS = 2;
 #endif
 
 #define GEMV_ADD(C, R, THREADS, BLOCKS)                                                        \
@@ -33,7 +35,7 @@ constexpr int NORMED_C1_BLOCKS = 2;
     DYN_SHARED(float, shared);                                                                 \
     gemv_store<Fma<WeightBf16, C, R, false, THREADS / WARP>>(y, x, w, nullptr, N, K, shared);  \
   }
-GEMV_ADD(1, 8, 512, 2)
+GEMV_ADD(1, ADD_C1_ROWS, 512, 2)
 GEMV_ADD(2, 4, 512, 1)
 GEMV_ADD(4, 2, 640, 1)
 GEMV_ADD(8, 1, 512, 1)
@@ -84,5 +86,5 @@ GEMV_ADD(8, 1, 512, 1)
     DYN_SHARED(float, shared);                                                                                                                                                     \
     gemv_choose<Fma<WeightBf16, C, R, true, THREADS / WARP>>(logits, h, g, w, V, K, eps, state, params, best, counter, ring, slots, shared);                                       \
   }
-GEMV_NORMED(1, 8, 512, NORMED_C1_BLOCKS)
+GEMV_NORMED(1, 8, 448, NORMED_C1_BLOCKS)
 GEMV_NORMED(2, 4, 512, 1)

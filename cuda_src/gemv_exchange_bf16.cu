@@ -6,6 +6,13 @@
 #include "include/exchange.cuh"
 #include "include/gemv_fma.cuh"
 
+// Where the compiler would spill, as in gemv_bf16.cu.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 890 || __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200)
+constexpr int C1_ROWS = 4;
+#else
+constexpr int C1_ROWS = 8;
+#endif
+
 #define GEMV_EXCHANGE(C, R, THREADS, BLOCKS)                                                         \
   KERNEL_OCC(THREADS, BLOCKS) void gemv_exchange_bf16_c##C(float* h,              /* [N] in place */ \
                                                            BY_VALUE Exchange end, /* this rank's */  \
@@ -17,6 +24,6 @@
     DYN_SHARED(float, shared);                                                                       \
     gemv_exchange<Fma<WeightBf16, C, R, false, THREADS / WARP>>(h, end, sum, next, x, w, nullptr, N, K, shared);     \
   }
-GEMV_EXCHANGE(1, 8, 512, 2)
+GEMV_EXCHANGE(1, C1_ROWS, 512, 2)
 GEMV_EXCHANGE(2, 4, 512, 1)
 GEMV_EXCHANGE(4, 2, 640, 1)

@@ -104,9 +104,9 @@ DEVICE void gemv_exchange(float* h, const Exchange& end, int sum, const Ahead& n
     Engine engine;
     engine.request(at, rows.count, K);
     if (Engine::W::SCALED && j < rows.count) first = scale[rows.begin + j];  // in a register: into shared memory it would have to arrive first
-    griddep_wait();
-    engine.input(x, K);
-    engine.multiply(sums, at, K, 0.f);
+    engine.wait(x, K);
+    engine.input();
+    engine.multiply(sums, 0.f);
   }
   fetch_ahead(next);
   const Share rows = kept;

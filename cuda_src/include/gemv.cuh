@@ -37,11 +37,11 @@ DEVICE void gemv_add(float* h, const bf16* x, const typename Engine::W::type* w,
   engine.request(at, rows.count, K);
   const int j = threadIdx.x;
   const float first = j < rows.count ? scale_of<Engine>(scale, rows.begin + j) : 0.f;
-  griddep_wait();
-  engine.input(x, K);
+  engine.wait(x, K);
+  engine.input();
   h += rows.begin;
   const float old = j < rows.count ? h[j] : 0.f;
-  engine.multiply(sums, at, K, 0.f);
+  engine.multiply(sums, 0.f);
   if (j < rows.count) h[j] = old + sums.total(j) * first;
 #pragma unroll 1
   for (int i = j + blockDim.x; i < rows.count; i += blockDim.x) h[i] += sums.total(i) * scale_of<Engine>(scale, rows.begin + i);
@@ -58,9 +58,9 @@ DEVICE void gemv_store(bf16* y, const bf16* x, const typename Engine::W::type* w
   engine.request(at, rows.count, K);
   const int j = threadIdx.x;
   const float first = j < rows.count ? scale_of<Engine>(scale, rows.begin + j) : 0.f;
-  griddep_wait();
-  engine.input(x, K);
-  engine.multiply(sums, at, K, 0.f);
+  engine.wait(x, K);
+  engine.input();
+  engine.multiply(sums, 0.f);
   if (j < rows.count) y[rows.begin + j] = __float2bfloat16_rn(sums.total(j) * first);
 #pragma unroll 1
   for (int i = j + blockDim.x; i < rows.count; i += blockDim.x)
@@ -81,9 +81,9 @@ DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename
   const int j = threadIdx.x;
   const bool has = j < units.count;
   const float gate_scale = has ? scale_of<Engine>(s_gate, units.begin + j) : 0.f, up_scale = has ? scale_of<Engine>(s_up, units.begin + j) : 0.f;
-  griddep_wait();
-  const float ss = engine.normed(h, K);
-  engine.multiply(sums, at, K, ss);
+  engine.wait(h, K);
+  const float ss = engine.normed();
+  engine.multiply(sums, ss);
   const auto finish = [&](int u, float gate_scale, float up_scale) {
     const float inv = sums.inverse_rms(K, eps), gate = sums.total(2 * u) * inv * gate_scale, up = sums.total(2 * u + 1) * inv * up_scale;
     act[units.begin + u] = __float2bfloat16_rn(gate * rcp_approx(1.f + ex2_approx(-LOG2_E * gate)) * up);
@@ -121,14 +121,14 @@ DEVICE void gemv_qkv(bf16* q, const KvCache& cache, const float* h, const bf16* 
                 cache.slot((p >> log_half) - H, half, p & (half - 1))};
   };
   Turn first = turn_of(min(j, units.count - 1));
-  griddep_wait();
-  const float ss = engine.normed(h, K);
+  engine.wait(h, K);
+  const float ss = engine.normed();
   const float2* angles = rope + int64_t(pos) * half;
   const auto turn = [&](Turn& t, int p) {
     if (p < rotated) t.angle = ld_global_f2(angles + (p & (half - 1)));
   };
   turn(first, units.begin + min(j, units.count - 1));
-  engine.multiply(sums, at, K, ss);
+  engine.multiply(sums, ss);
   const auto finish = [&](int u, const Turn& t) {
     const int p = units.begin + u, head = p >> log_half, d = p & (half - 1);
     const float inv = sums.inverse_rms(K, eps);
@@ -158,9 +158,9 @@ DEVICE void gemv_logits(float* logits, const float* h, const bf16* g, const type
   Engine engine;
   engine.norm_weight(g, K);
   engine.request(at, rows.count, K);
-  griddep_wait();
-  const float ss = engine.normed(h, K);
-  engine.multiply(sums, at, K, ss);
+  engine.wait(h, K);
+  const float ss = engine.normed();
+  engine.multiply(sums, ss);
   const float inv = sums.inverse_rms(K, eps);
   for (int j = threadIdx.x; j < rows.count; j += blockDim.x) logits[rows.begin + j] = sums.total(j) * inv;
 }
@@ -177,11 +177,11 @@ DEVICE void gemv_choose(float* logits, const float* h, const bf16* g, const type
   Engine engine;
   engine.norm_weight(g, K);
   engine.request(at, rows.count, K);
-  griddep_wait();
+  engine.wait(h, K);
+  const float ss = engine.normed();
   const SampleParams p = *params;
   const uint32_t position = uint32_t(state->pos) + 1;
-  const float ss = engine.normed(h, K);
-  engine.multiply(sums, at, K, ss);
+  engine.multiply(sums, ss);
   const float inv = sums.inverse_rms(K, eps);
   uint64_t rank = 0;
   uint32_t hash = 0;

@@ -10,16 +10,8 @@
 // saturate), to 2^-21 below; normed inputs in two parts, the second what rounding to the first took off: 22 bits.
 // block: ceil(K / (C·32·PACK)) warps. Nothing in shared memory but the sums.
 #pragma once
-#include "gemv_fma.cuh"
+#include "gemv_flight.cuh"
 #include "gemv_operand.cuh"
-
-// Where this thread's pack c of a row is; beyond the row's end, where x is zero, it is the row's first. So requests need no predicates, of which
-// a thread has seven: of eight predicated ones several came too late.
-template <class W>
-DEVICE int pack_at(int c, int K) {
-  const int k = (c * int(blockDim.x) + int(threadIdx.x)) * W::PACK;
-  return k < K ? k : 0;
-}
 
 // The place of a lane: of quad g, the lane that holds the diagonal's element g.
 struct DiagonalLane {
@@ -51,74 +43,27 @@ DEVICE float reduce_diagonal(float (&s)[R], const DiagonalLane& lane) {
   return s[0];
 }
 
-// The pairs of rows of a block, one after another, as a thread meets them: rows 2i and 2i + 1.
-template <class T>
-struct Pairs {
-  const T* a;             // this thread's part of the pair's first row
-  int64_t other, step;    // from there to its part of the second row; of the next pair's first row
-  int left, until;        // pairs after this one; until `jump` is added to the step
-  int period;
-  int64_t jump;
-  bool odd;               // the last pair is one row: its second row is the first again
-  DEVICE const T* b() const { return a + (odd && left == 0 ? 0 : other); }
-  DEVICE bool more() const { return left > 0; }
-  DEVICE void advance() {
-    const bool end = --until == 0;
-    a += end ? step + jump : step, left--;
-    until = end ? period : until;
-  }
-};
-template <class T>
-DEVICE Pairs<T> pairs_of(const RowsPlain<T>& rows, int count, int at) {
-  return {rows.w + at, rows.K, 2 * int64_t(rows.K), (count - 1) / 2, 0, 0, 0, bool(count % 2)};
-}
-template <class T>
-DEVICE Pairs<T> pairs_of(const RowsGateUp<T>& rows, int count, int at) {
-  return {rows.gate + at, rows.up - rows.gate, rows.K, (count - 1) / 2, 0, 0, 0, false};
-}
-template <class T>
-DEVICE Pairs<T> pairs_of(const RowsRotary<T>& rows, int count, int at) {
-  const int half = 1 << rows.log_half;
-  const int64_t head = int64_t(rows.K) << rows.log_half;
-  return {rows.row(0) + at, head, rows.K, (count - 1) / 2, half - (rows.first & (half - 1)), half, head, false};
-}
-
-// WARPS: the most that a block has.
-template <class W_, int C, int R, bool NORMED, int WARPS>
+// WARPS: the most that a block has. EARLY: include/gemv_flight.cuh.
+template <class W_, int C, int R, bool NORMED, int WARPS, int EARLY = R>
 struct Diagonal {
   using W = W_;
   using Sum = Sums<(WARPS + 3) / 4 * 4>;
   static constexpr int PARTS = NORMED ? 2 : 1;
-  Pairs<typename W::type> pairs;
-  int at[C];               // where the thread's packs are, from the first
-  uint4 flight[R][C];
-  XBf16<W, C> weight;      // of the norm
+  Flight<W, C, R, EARLY> flight;
+  XBf16<W, C> weight;  // of the norm
   uint32_t x[C][W::STEPS][PARTS][2];
 
-  DEVICE void load(int r) {
-#pragma unroll
-    for (int c = 0; c < C; c++) flight[r][c] = ld_once_v4(pairs.a + at[c]), flight[r + 1][c] = ld_once_v4(pairs.b() + at[c]);
-  }
-
   // Before griddep_wait.
+  DEVICE void norm_weight(const bf16* g, int K) { flight.fetch_weight(weight, g, K); }
   template <class Rows>
-  DEVICE void request(const Rows& rows, int count, int K) {
-    const int first = pack_at<W>(0, K);
-#pragma unroll
-    for (int c = 0; c < C; c++) at[c] = pack_at<W>(c, K) - first;
-    pairs = pairs_of(rows, count, first);
-#pragma unroll
-    for (int r = 0; r < R; r += 2) {
-      if (r && pairs.more()) pairs.advance();
-      load(r);
-    }
-  }
-  DEVICE void norm_weight(const bf16* g, int K) { fetch_x(weight, g, K); }
+  DEVICE void request(const Rows& rows, int count, int K) { flight.request(rows, count, K); }
+  template <class T>
+  DEVICE void wait(const T* src, int K) { flight.wait(src, K); }
 
   // After it: x bf16 [K].
-  DEVICE void input(const bf16* src, int K) {
+  DEVICE void input() {
     XBf16<W, C> plain;
-    fetch_x(plain, src, K);
+    flight.fetch(plain);
 #pragma unroll
     for (int c = 0; c < C; c++)
 #pragma unroll
@@ -126,22 +71,36 @@ struct Diagonal {
         float f[8];
         plain.eight(f, c, part);
 #pragma unroll
-        for (int q = 0; q < 4; q++) x[c][2 * part + q / 2][0][q % 2] = cvt_f16x2_sat(f[2 * q] * W::PLAIN_SCALE, f[2 * q + 1] * W::PLAIN_SCALE);
+        for (int q = 0; q < 4; q++) {
+          const uint32_t pair = cvt_f16x2_sat(f[2 * q] * W::PLAIN_SCALE, f[2 * q + 1] * W::PLAIN_SCALE);
+          x[c][2 * part + q / 2][0][q % 2] = flight.there[c] ? pair : 0u;
+        }
       }
   }
   // h·weight, h fp32 [K]; returns this thread's share of Σ h².
-  DEVICE float normed(const float* h, int K) {
-    XFloat<W, C> product;
-    const float ss = fetch_weighted(product, h, weight, K);
+  DEVICE float normed() {
+    float h[C][W::PACK], ss = 0.f;
+    flight.fetch(h);
 #pragma unroll
-    for (int c = 0; c < C; c++)
+    for (int c = 0; c < C; c++) {
+      float squares[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int i = 0; i < W::PACK / 2; i++) {
-        const float a = product.v[c][2 * i] * W::X_SCALE, b = product.v[c][2 * i + 1] * W::X_SCALE;
-        const uint32_t high = W::pair(a, b);
-        x[c][i / 2][0][i % 2] = high;
-        x[c][i / 2][PARTS - 1][i % 2] = W::pair((a - W::first(high)) * (1.f / W::LOW), (b - W::second(high)) * (1.f / W::LOW));
+      for (int part = 0; part < W::PACK / 8; part++) {
+        float g[8];
+        weight.eight(g, c, part);
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+          const int k = 8 * part + 2 * q;
+          const float first = h[c][k], second = h[c][k + 1], scale = flight.there[c] ? W::X_SCALE : 0.f;
+          squares[2 * q % 4] = fmaf(first, first, squares[2 * q % 4]), squares[2 * q % 4 + 1] = fmaf(second, second, squares[2 * q % 4 + 1]);
+          const float a = first * (g[2 * q] * scale), b = second * (g[2 * q + 1] * scale);
+          const uint32_t high = W::pair(a, b);
+          x[c][k / 4][0][q % 2] = high;
+          x[c][k / 4][PARTS - 1][q % 2] = W::pair((a - W::first(high)) * (1.f / W::LOW), (b - W::second(high)) * (1.f / W::LOW));
+        }
       }
+      ss += flight.there[c] ? (squares[0] + squares[1]) + (squares[2] + squares[3]) : 0.f;
+    }
     return ss;
   }
 
@@ -160,14 +119,11 @@ struct Diagonal {
 #pragma unroll
           for (int i = 0; i < W::STEPS; i++) {
             uint32_t a[4];
-            W::operand(a, flight[r0 + r][c], flight[r0 + r + 1][c], i);
+            W::operand(a, flight.packs[r0 + r][c], flight.packs[r0 + r + 1][c], i);
 #pragma unroll
             for (int p = 0; p < PARTS; p++) W::mma(sum[p], a, x[c][i][p]);
           }
-        if (pairs.more()) {
-          pairs.advance();
-          load(r0 + r);
-        }
+        flight.replace(r0 + r);
 #pragma unroll
         for (int q = 0; q < 2; q++) {
           const auto diagonal = [&](int p) { return lane.odd ? sum[p][2 * q + 1] : sum[p][2 * q]; };
@@ -181,14 +137,13 @@ struct Diagonal {
   }
 
   // All rows of the block: each warp's sums into `sums`. Ends with the block's barrier.
-  template <class Rows>
-  DEVICE void multiply(const Sum& sums, const Rows&, int, float square_sum) {
+  DEVICE void multiply(const Sum& sums, float square_sum) {
     const DiagonalLane lane;
-    if (NORMED) square_sum = warp_sum(square_sum);
 #pragma unroll 1
     for (int j0 = 0; j0 < sums.rows; j0 += R) {
       group(sums, lane, j0);
     }
+    if (NORMED) square_sum = warp_sum(square_sum);
     if (NORMED && threadIdx.x % WARP == 0) sums.put(sums.rows, square_sum);
     __syncthreads();
   }

@@ -13,6 +13,7 @@ from qwen_raw.kernels.linear import Linear, check_buffer, weight_args
 from qwen_raw.kernels.sample import SLOTS, Sampler, sample
 
 WARP = 32
+PACKS = 8  # that a thread has in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,14 @@ class Gemv:
     stem: str
     fp8: bool
     variants: Variants
-    blocks_per_sm: int  # at most; docs/decode.md says why two, filling the registers
-    swiglu_blocks_per_sm: int  # the same for gate and up
+    blocks_per_sm: int | None = None  # at most; None: most_blocks' rule
+
+    def most_blocks(self, dev: Device, threads: int, C: int, rows: int) -> int:
+        """Blocks a multiprocessor, at most: two, filling the registers (docs/decode.md says why); where rows are short
+        and many as many as do, each with twice the rows that it keeps in flight."""
+        if self.blocks_per_sm is not None:
+            return self.blocks_per_sm
+        return max(2, min(1024 // threads, rows * C // (2 * PACKS * dev.sm_count)))
 
     def _geometry(
         self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, grid: int | None
@@ -52,8 +59,7 @@ class Gemv:
         kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
         blocks = smem = resident = 0
         # One wave: what a multiprocessor holds, at most so many. Fewer blocks need more memory each.
-        most = self.swiglu_blocks_per_sm if op == "swiglu" else self.blocks_per_sm
-        for per_sm in range(most, 0, -1):
+        for per_sm in range(self.most_blocks(dev, threads, C, units * rows_per_unit), 0, -1):
             blocks = min(units, grid or dev.sm_count * per_sm)
             smem = shared_bytes(units, blocks, rows_per_unit, largest)
             resident = dev.resident_blocks(kernel, threads, smem)

@@ -138,7 +138,7 @@ class GemvExchange:
         kernel, threads, largest = self._kernel(dev, w.K)
         # One wave, because blocks wait for other ranks'. Where ranks share a GPU: of half of it.
         blocks = smem = resident = 0
-        for per_sm in range(self.gemv.blocks_per_sm, 0, -1):
+        for per_sm in range(self.gemv.blocks_per_sm or 2, 0, -1):
             room = dev.sm_count * per_sm
             blocks = min(w.N, grid or (room if end.sharing == 1 else max(1, room // (2 * end.sharing))))
             smem = shared_bytes(w.N, blocks, 1, largest)

@@ -6,6 +6,4 @@ GEMV = Gemv(
     "gemv_fp8",
     fp8=True,
     variants=Variants(pack=16, add_threads={1: 256, 2: 640, 4: 512}, normed_threads={1: 224, 2: 512}),
-    blocks_per_sm=2,
-    swiglu_blocks_per_sm=3,
 )

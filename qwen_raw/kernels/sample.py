@@ -51,7 +51,7 @@ class Sampler:
         return Sampler(
             dev.zeros((4,), I32),
             dev.zeros((4,), U32),
-            dev.empty((max(n, 2 * dev.sm_count), 2), U64),  # an LM head that chooses has two blocks a multiprocessor
+            dev.empty((max(n, 8 * dev.sm_count), 2), U64),  # an LM head that chooses has as many blocks at most
             dev.zeros((1,), U32),
             dev.host_ring(2 * SLOTS),
             V,

@@ -119,8 +119,7 @@ def decode_step(
     """Queue one step. Without the "sample" stage the state stays as it is and the logits are in b.logits."""
     gemv, head = (GEMV_FP8 if w.fp8 else GEMV_BF16), GEMV_BF16
     if options.blocks_per_sm is not None:
-        n = options.blocks_per_sm
-        gemv, head = (replace(g, blocks_per_sm=n, swiglu_blocks_per_sm=n) for g in (gemv, head))
+        gemv, head = (replace(g, blocks_per_sm=options.blocks_per_sm) for g in (gemv, head))
     if "embed" not in options.skip:
         # An ordinary launch: what the last step wrote is visible to all of this one, before griddep_wait too.
         embed(dev, b.h.view((1, c.D)), w.embed, b.sampler.token)

@@ -246,10 +246,10 @@ VARIANTS = {
             header="gemv.cuh",
             header_edits=(
                 (
-                    "  griddep_wait();\n  engine.input(x, K);\n  h += rows.begin;\n"
+                    "  engine.wait(x, K);\n  engine.input();\n  h += rows.begin;\n"
                     "  const float old = j < rows.count ? h[j] : 0.f;\n",
                     "  h += rows.begin;\n  const float old = j < rows.count ? h[j] : 0.f;\n"
-                    "  griddep_wait();\n  engine.input(x, K);\n",
+                    "  engine.wait(x, K);\n  engine.input();\n",
                 ),
             ),
             least_ranks=1,
