@@ -1,4 +1,4 @@
-// gemv_bf16.cu - decode's four matrix-vector products with bf16 weights. The body, its layout and its PRECONDs: include/gemv.cuh and include/gemv_fma.cuh.
+// gemv_bf16.cu - decode's four matrix-vector products with bf16 weights. The body, its layout and its PRECONDs: include/gemv.cuh, include/gemv_fma.cuh.
 //
 // gemv_add_bf16     h[N] += W[N,K]·x[K]                                  O-projection, down-projection
 // gemv_store_bf16   y[N] = W[N,K]·x[K] as bf16                           the same two, a rank's share of them under tensor parallelism

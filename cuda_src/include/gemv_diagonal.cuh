@@ -139,11 +139,11 @@ struct Diagonal {
   // All rows of the block: each warp's sums into `sums`. Ends with the block's barrier.
   DEVICE void multiply(const Sum& sums, float square_sum) {
     const DiagonalLane lane;
+    if (NORMED) square_sum = warp_sum(square_sum);
 #pragma unroll 1
     for (int j0 = 0; j0 < sums.rows; j0 += R) {
       group(sums, lane, j0);
     }
-    if (NORMED) square_sum = warp_sum(square_sum);
     if (NORMED && threadIdx.x % WARP == 0) sums.put(sums.rows, square_sum);
     __syncthreads();
   }

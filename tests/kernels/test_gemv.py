@@ -175,6 +175,16 @@ def test_choose_takes_two_launches_where_its_scratch_is_small(dev: Any, rng: np.
     assert (s.best.download()[1:] == 2**64 - 1).all(), "scratch beyond what was given was written"
 
 
+def test_short_rows_have_more_blocks(dev: Any) -> None:
+    """As many as leave each block twice the rows that it keeps in flight; two where rows are long or few."""
+    n = 16 * dev.sm_count
+    most = [BF16_GEMV.most_blocks(dev, 128, 1, rows) for rows in (n, 5 * n, 100 * n)]
+    assert most == [2, 5, 8]
+    assert BF16_GEMV.most_blocks(dev, 448, 1, 100 * n) == 2
+    assert BF16_GEMV.most_blocks(dev, 128, 2, 2 * n) == 4, "two packs a row: half as many rows in flight"
+    assert replace(BF16_GEMV, blocks_per_sm=1).most_blocks(dev, 128, 1, 100 * n) == 1
+
+
 @GEMVS
 def test_more_rows_than_one_wave_has_memory_for(dev: Any, rng: np.random.Generator, gemv: Any) -> None:
     """A vocabulary on a small GPU: the launcher takes several waves of blocks."""
