@@ -1,14 +1,15 @@
 """Speculation: tok/s with the acceptance forced, against the same run's plain decode; and what the built-in pair does.
 
     python -m bench.speculate [--model random:72b:fp8] [--draft random:0.5b] [--guesses 7] [--tokens 128] [--repeats 1]
-                              [--acceptance 0 0.5 0.8 1] [--tp N] [--devices N,N,…]
+                              [--acceptance 0 0.5 0.8 1] [--tp N] [--devices N,N,…] [--spec-loop queued device]
 
 Random models agree on nothing, so whether a guess stands is decided by a hash of its position, as often as asked for
 (accept_forced_f32): guesses are made and verified as ever, and cost what they cost. What the host says is on: fewer
 guesses, or none, where they do not pay. `tok/s` is (n - 1) / (t_last - t_first) over ids as the host reads them, of all
 requests; `plain` is the same of a runner without speculation. `costs` are passes in steps, by their guesses, as the
 runner measured them. `pass_us` and `seen_us`: a pass with the most guesses, replayed back to back, and as a generation
-had it in which every pass is one: the difference is all that a loop on the device could save.
+had it in which every pass is one: the difference is what there is between two passes. `loop`: whether passes are queued
+by the host or repeat themselves on the device; of one runner, in turns.
 
 What follows is tiny-shakespeare with its draft model and with n-grams, 20 prompts: real acceptance, real speed. Results
 are written as they come.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from bench.decode import check_models, split_spec
 from loaders.resolve import open_model, open_tokenizer
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.generation.speculation import DEFAULT_GUESSES, Speculation
+from qwen_raw.generation.speculation import DEFAULT_GUESSES, LOOPS, Speculation
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.speculative import SpeculativeRunner
 from qwen_raw.placement import degree
@@ -56,6 +57,11 @@ def rate(runner: DeviceRunner, prompts: Sequence[Sequence[int]], tokens: int) ->
     return len(prompts) * (tokens - 1) / seconds
 
 
+def looping(loops: Sequence[str]) -> str:
+    """What a runner is made with that is to run in these ways."""
+    return "device" if "device" in loops else "queued"
+
+
 def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
     ids = np.random.default_rng(1).integers(0, vocab, (count, length))
     return [[int(token) for token in row] for row in ids]
@@ -75,7 +81,9 @@ def forced(devices: Sequence[CudaDevice], a: Any) -> Iterator[dict[str, Any]]:
     rate(plain, prompts[:1], 16)
     base = rate(plain, prompts, a.tokens)
     plain.close()
-    runner = SpeculativeRunner(devices, model, guesses=a.guesses, draft=draft, forced=True, **options)
+    runner = SpeculativeRunner(
+        devices, model, guesses=a.guesses, draft=draft, forced=True, loop=looping(a.spec_loop), **options
+    )
     costs = {str(k): cost for k, cost in (runner.costs or {}).items()}
     rate(runner, prompts[:1], 16)
     replayed = time_ms(devices, lambda: runner.replay_passes(a.context, PASSES, a.guesses), repeats=3)
@@ -83,7 +91,8 @@ def forced(devices: Sequence[CudaDevice], a: Any) -> Iterator[dict[str, Any]]:
     told = ", ".join(f"{k}: {cost:.2f}" for k, cost in costs.items())
     print(f"{name} {dtype} tp {len(devices)}, draft {a.draft}: plain {base:.1f} tok/s; a pass of so many guesses costs")
     print(f"  in steps {told}; {pass_us:.0f} µs for {a.guesses} guesses", flush=True)
-    for acceptance in a.acceptance:
+    for acceptance, loop in product(a.acceptance, a.spec_loop):
+        runner.loop(loop == "device")
         runner.force(acceptance)
         before = runner.speculated
         got = rate(runner, prompts, a.tokens)
@@ -91,16 +100,18 @@ def forced(devices: Sequence[CudaDevice], a: Any) -> Iterator[dict[str, Any]]:
         row = {"model": name, "dtype": dtype, "draft": a.draft, "tp": len(devices), "guesses": a.guesses,
                "context": a.context, "tokens": a.tokens, "requests": a.repeats, "forced": acceptance,
                "tok_s": got, "plain_tok_s": base, "ratio": got / base, "costs": costs, "pass_us": pass_us,
-               "counts": counts.as_dict()}  # fmt: skip
+               "counts": counts.as_dict(), "loop": LOOPS[bool(counts.loops)]}  # fmt: skip
         if acceptance == 1 and not counts.steps:
             row["seen_us"] = a.repeats * (a.tokens - 1) / got * 1e6 / counts.passes
         told = f"{got:8.1f} tok/s, {got / base:5.2f} times plain"
-        print(f"  forced {acceptance:4.2f}: {told}; {counts.line()}", flush=True)
+        print(f"  forced {acceptance:4.2f} {loop}: {told}; {counts.line()}", flush=True)
         yield row
     runner.close()
 
 
-def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> Iterator[dict[str, Any]]:
+def built_in(
+    devices: Sequence[CudaDevice], guesses: int, tokens: int, loops: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """The pair that is there: always the most guesses, and as many as pay."""
     model = open_model("tiny-shakespeare")
     tokenizer = open_tokenizer(model)
@@ -113,24 +124,35 @@ def built_in(devices: Sequence[CudaDevice], guesses: int, tokens: int) -> Iterat
     rate(plain, prompts[:2], tokens)
     base = rate(plain, prompts, tokens)
     plain.close()
-    for by, way in (("n-grams", {"ngram": 3}), ("draft", {"draft": open_model("tiny-shakespeare-draft")})):
-        for governed in (False, True):
-            runner = SpeculativeRunner(devices, model, guesses=guesses, governed=governed, **way, **options)
+    ways: dict[str, dict[str, Any]] = {
+        "n-grams": {"ngram": 3},
+        "draft": {"draft": open_model("tiny-shakespeare-draft")},
+    }
+    for by, governed in product(ways, (False, True)):
+        runner = SpeculativeRunner(
+            devices, model, guesses=guesses, governed=governed, loop=looping(loops), **ways[by], **options
+        )
+        for loop in loops:
+            runner.loop(loop == "device")
             rate(runner, prompts[:2], tokens)
             replayed = time_ms(devices, lambda r=runner: r.replay_passes(64, PASSES, guesses), repeats=5)  # type: ignore[misc]
             before = runner.speculated
             got = rate(runner, prompts, tokens)
             counts = runner.speculated.since(before)
             how = "as pays" if governed else "always"
-            print(f"tiny-shakespeare {by:8} {how:8} {got:9.0f} tok/s, plain {base:9.0f}; {counts.line()}", flush=True)
+            print(
+                f"tiny-shakespeare {by:8} {how:8} {loop:6} {got:9.0f} tok/s, plain {base:9.0f}; {counts.line()}",
+                flush=True,
+            )
             row = {"model": "tiny-shakespeare", "tp": len(devices), "by": by, "governed": governed,
-                   "guesses": guesses, "tok_s": got, "plain_tok_s": base, "ratio": got / base,
+                   "loop": LOOPS[bool(counts.loops)], "guesses": guesses,
+                   "tok_s": got, "plain_tok_s": base, "ratio": got / base,
                    "costs": {str(k): cost for k, cost in (runner.costs or {}).items()},
                    "pass_us": replayed.median * 1e3 / PASSES, "counts": counts.as_dict()}  # fmt: skip
             if not governed:
                 row["seen_us"] = len(prompts) * (tokens - 1) / got * 1e6 / counts.passes
-            runner.close()
             yield row
+        runner.close()
 
 
 def main() -> int:
@@ -145,6 +167,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=1, help="requests an acceptance")
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
+    parser.add_argument(
+        "--spec-loop", choices=LOOPS, nargs="+", default=[LOOPS[0]], help="how passes follow each other"
+    )
     result_arguments(parser, "speculate.json, or speculate_tpN.json")
     a = parser.parse_args()
     ranks = len(ranks_of(a.tp, a.devices))
@@ -155,7 +180,7 @@ def main() -> int:
     with open_gpus(a.tp, a.devices) as devices:
         env, variant = environment(devices[0], a.commit), f"tp{len(devices)}" if len(devices) > 1 else ""
         rows: list[dict[str, Any]] = []
-        for row in chain(forced(devices, a), built_in(devices, a.guesses, a.built_in_tokens)):
+        for row in chain(forced(devices, a), built_in(devices, a.guesses, a.built_in_tokens, a.spec_loop)):
             rows.append(row)
             save("speculate", env, rows, a.output, variant)
     return 0

@@ -85,6 +85,10 @@ Arg = Buffer | np.generic | np.ndarray[Any, Any] | TensorMap
 Dim = tuple[int, int, int]
 
 
+# Queues the launches of a part of a graph that loops; given what their kernels set (`BY_VALUE LoopHandle`).
+LoopPart = Callable[[np.ndarray[Any, np.dtype[np.uint64]]], None]
+
+
 class Kernel(Protocol):
     """One loaded entry point."""
 
@@ -183,6 +187,16 @@ class Device(Protocol):
         """
 
     def capture(self) -> AbstractContextManager[Capture]: ...
+
+    def require_loops(self) -> None:
+        """Raises UnavailableError, with the reason, where graphs cannot loop."""
+
+    def capture_loop(self, begin: LoopPart, body: LoopPart) -> Graph:
+        """A graph of what `begin` queues, then of what `body` queues, again and again while they set the handle so.
+
+        Between two rounds the host has no part. As a replay begins, the handle is not set: `begin` sets it for the
+        first round, and every round for the next. Raises as require_loops does.
+        """
 
     @property
     def capturing(self) -> object | None:

@@ -136,7 +136,7 @@ class Engine:
         self.device = device
         self.tp = tp
         self.load_s = load_s
-        self.notes = notes
+        self.notes = (*notes, *runner.notes)
         end = tokenizer.special_tokens.get("<|im_end|>")  # ends a turn, whatever the config calls EOS
         self.eos_ids = frozenset(checkpoint.config.eos_ids) | ({end} if end is not None else frozenset())
         self.has_chat_template = _has_chat_template(checkpoint)
@@ -330,6 +330,7 @@ def _runner(
                 draft=draft,
                 draft_fp8=draft is not None and draft.dtype == "fp8",
                 ngram=speculation.ngram,
+                loop=speculation.loop,
                 dtype=dtype,
                 max_model_len=max_model_len,
                 text_vocab=text_vocab,

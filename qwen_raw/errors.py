@@ -13,6 +13,10 @@ class UsageError(QwenRawError):
     """The request itself is wrong (exit code 2): a flag, a prompt, a model that cannot be what was asked for."""
 
 
+class UnavailableError(QwenRawError):
+    """This machine cannot do it in this way, and the message says why: the caller takes another one."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise QwenRawError(message) unless `condition`: how a launcher checks a kernel's PRECONDs."""
     if not condition:

@@ -182,6 +182,7 @@ class ReferenceRunner:
 
     driver = f"NumPy {np.__version__}"
     read_ceiling: float | None = None
+    notes: tuple[str, ...] = ()
     host_syncs = 0  # the host is the device
 
     def __init__(

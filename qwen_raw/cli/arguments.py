@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from qwen_raw.errors import UsageError
-from qwen_raw.generation.speculation import DEFAULT_GUESSES, MOST_GUESSES, Speculation
+from qwen_raw.generation.speculation import DEFAULT_GUESSES, LOOPS, MOST_GUESSES, Speculation
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -166,6 +166,11 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help=f"a pass at the most, 1 to {MOST_GUESSES} (default {DEFAULT_GUESSES}); fewer or none if that pays",
     )
+    group.add_argument(
+        "--spec-loop",
+        choices=LOOPS,
+        help=f"passes are queued by the host, or repeat themselves on the device where it can (default {LOOPS[0]})",
+    )
 
 
 def speculation(args: argparse.Namespace) -> Speculation | None:
@@ -173,8 +178,11 @@ def speculation(args: argparse.Namespace) -> Speculation | None:
     if args.draft is None and args.ngram is None:
         if args.guesses is not None:
             raise UsageError("--guesses needs --draft MODEL or --ngram N")
+        if args.spec_loop is not None:
+            raise UsageError("--spec-loop needs --draft MODEL or --ngram N")
         return None
-    return Speculation(args.draft, args.ngram, DEFAULT_GUESSES if args.guesses is None else args.guesses)
+    guesses = DEFAULT_GUESSES if args.guesses is None else args.guesses
+    return Speculation(args.draft, args.ngram, guesses, loop=args.spec_loop or LOOPS[0])
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:

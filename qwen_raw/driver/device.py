@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qwen_raw.device import Arg, BoxShape, Buffer, Device, Dim, Kernel, TensorMap
-from qwen_raw.driver import graph, tensor_map
+from qwen_raw.device import Arg, BoxShape, Buffer, Device, Dim, Kernel, LoopPart, TensorMap
+from qwen_raw.driver import graph, loop, tensor_map
 from qwen_raw.driver.check import DriverError, call
 from qwen_raw.driver.context import Context
 from qwen_raw.driver.launch import CudaKernel, Geometry, ParamLayout
@@ -267,6 +267,19 @@ class CudaDevice:
         Kernels must be loaded, and buffers allocated, before.
         """
         return self._capturing()
+
+    def require_loops(self) -> None:
+        """See Device."""
+        loop.require_loops(self.context)
+
+    def capture_loop(self, begin: LoopPart, body: LoopPart) -> graph.CudaGraph:
+        """See Device."""
+        try:
+            result = loop.capture_loop(self.context, self.stream, begin, body)
+        finally:
+            self._pool.free_late()
+        self._graphs.add(result)
+        return result
 
     @property
     def capturing(self) -> object | None:

@@ -75,27 +75,43 @@ def capture(context: Context, stream: Stream) -> Iterator[CudaCapture]:
     An allocation, an upload, a download or a wait inside raises QwenRawError before the driver sees it, and the
     stream is usable afterwards.
     """
+    captured, result = Captured(), CudaCapture()
+    with recording(context, stream, captured) as recorded:
+        yield result
+    result.graph = CudaGraph(context, stream, recorded.template, captured)
+
+
+class Recorded:
+    """What recording() yields."""
+
+    template: object = None  # the CUgraph, once the with-block has ended without an error
+
+
+@contextmanager
+def recording(context: Context, stream: Stream, captured: Captured, into: object | None = None) -> Iterator[Recorded]:
+    """Records what the with-block queues in a new CUgraph, which the caller must destroy, or `into` an empty one."""
     context.not_capturing("starting a capture")
     context.use()
     driver = context.driver
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    call(driver.cuStreamBeginCapture, stream.handle, mode)
-    captured = Captured()
+    if into is None:
+        call(driver.cuStreamBeginCapture, stream.handle, mode)
+    else:
+        call(driver.cuStreamBeginCaptureToGraph, stream.handle, into, None, None, 0, mode)
     context.captured = captured
-    result = CudaCapture()
+    result = Recorded()
     try:
         yield result
     except BaseException:
         context.captured = None
-        _abandon(context, stream)
+        _abandon(context, stream, owned=into is None)
         raise
     context.captured = None
     context.use()
-    template = call(driver.cuStreamEndCapture, stream.handle)
-    result.graph = CudaGraph(context, stream, template, captured)
+    result.template = call(driver.cuStreamEndCapture, stream.handle)
 
 
-def _abandon(context: Context, stream: Stream) -> None:
+def _abandon(context: Context, stream: Stream, *, owned: bool) -> None:
     """Ends a capture whose with-block failed; a capture that the failure has invalidated has no graph to destroy."""
     driver = context.driver
     context.use()
@@ -105,4 +121,5 @@ def _abandon(context: Context, stream: Stream) -> None:
         if error.name != "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED":
             raise
     else:
-        call(driver.cuGraphDestroy, template)
+        if owned:
+            call(driver.cuGraphDestroy, template)

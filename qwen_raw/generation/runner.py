@@ -38,6 +38,8 @@ class Runner(Protocol):
     kv_bytes_per_token: int  # bytes of keys and values that one position takes, of which a step reads all before it
     read_ceiling: float | None  # bytes/s that plain reads reach on this device, None where nobody measured it
 
+    notes: tuple[str, ...]  # lines that a user should see: what was asked for and cannot be
+
     @property
     def host_syncs(self) -> int:
         """Times the host has waited for the device since the runner was made: of a request, once for its first id."""

@@ -16,6 +16,7 @@ HOPE, WEIGHT = 0.8, 2.0  # the acceptance before any guess has been compared, an
 FADE = 0.97  # of what has been seen, with each guess compared since
 PAUSE, LONGEST = 128, 1024  # steps until guessing is tried again, twice as many each time that it lost at once
 SURE = 32  # guesses compared since a pause after which the next one is short again
+LOOPS = ("queued", "device")  # passes are queued by the host, or repeat themselves on the device where that is possible
 MOST_NGRAM = 1000  # ids of a run that is looked up
 
 
@@ -29,6 +30,7 @@ class Speculation:
     draft: str | os.PathLike[str] | None = None  # a model, as `qwen_raw.load` takes it
     ngram: int | None = None  # look up runs of up to so many ids in the text so far
     guesses: int = DEFAULT_GUESSES  # a pass has at the most
+    loop: str = "queued"  # how passes follow each other, one of LOOPS
 
     def __post_init__(self) -> None:
         if (self.draft is None) == (self.ngram is None):
@@ -39,6 +41,8 @@ class Speculation:
         object.__setattr__(self, "guesses", integer("guesses", self.guesses))
         if self.ngram is not None and not 1 <= self.ngram <= MOST_NGRAM:
             raise UsageError(f"n-grams of {self.ngram} ids: 1 to {MOST_NGRAM} are possible")
+        if self.loop not in LOOPS:
+            raise UsageError(f"loop {self.loop!r} is not one of {', '.join(LOOPS)}")
         if not 1 <= self.guesses <= MOST_GUESSES:
             raise UsageError(f"{self.guesses} guesses a pass: 1 to {MOST_GUESSES} are possible")
 
@@ -58,6 +62,7 @@ class PassCounts:
     steps: int  # passes that did not guess, because guessing did not pay
     compared: int = 0  # guesses whose predecessors were all right
     cost: float | None = None  # of all passes, in single steps; None where nobody measured it
+    loops: int = 0  # launches of passes that repeat themselves on the device; 0: the host queued each
 
     def since(self, before: PassCounts) -> PassCounts:
         """What was counted after `before`."""
@@ -68,6 +73,7 @@ class PassCounts:
             self.steps - before.steps,
             self.compared - before.compared,
             None if self.cost is None or before.cost is None else self.cost - before.cost,
+            self.loops - before.loops,
         )
 
     @property
@@ -97,6 +103,8 @@ class PassCounts:
         ]
         if self.steps:
             parts.append(f"off for {self.steps} ids")
+        if self.loops:
+            parts.append(f"in {self.loops} loop{'s' if self.loops > 1 else ''} on the device")
         if self.speed_up is not None:
             parts.append(f"{self.speed_up:.2f} times plain steps")
         return ", ".join(parts)
@@ -112,6 +120,7 @@ class PassCounts:
             "acceptance": self.acceptance,
             "mean_length": self.mean_length,
             "speed_up": self.speed_up,
+            "loops": self.loops,
         }
 
 

@@ -15,7 +15,7 @@ from qwen_raw.kernels.peers import MAX_RANKS, PollLimit, peer_struct
 
 STEM = "sample"
 BAD_ID = 0xFFFFFFFF  # posted instead of an id when a logit was not finite
-SLOTS = 64  # ids that may be posted before the host has read the first
+SLOTS = 256  # ids that may be posted before the host has read the first
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class DeviceRunner:
         self.max_model_len, self.text_vocab, self.dtype = max_model_len, text_vocab, dtype
         self.device_name, self.driver = describe(self.devices), self.devices[0].driver
         self._owns_device = owns_device
+        self.notes: tuple[str, ...] = ()
         self.read_ceiling: float | None = None
         self.kv_dtype = kv
         before = free_bytes(self.devices)

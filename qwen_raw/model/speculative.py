@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qwen_raw.device import Device, Graph
-from qwen_raw.errors import QwenRawError, UsageError, close_all
+from qwen_raw.errors import QwenRawError, UnavailableError, UsageError, close_all
 from qwen_raw.generation.runner import Progress
 from qwen_raw.generation.speculation import Governor, PassCounts, pass_sizes
 from qwen_raw.kernels.accept import PassBuffers
@@ -20,6 +20,7 @@ from qwen_raw.kernels.gemv_rows import NoRoomError
 from qwen_raw.kernels.peers import ranks_on_gpu
 from qwen_raw.model.assembly import LIMIT_NS, assemble
 from qwen_raw.model.loading import CheckpointLike
+from qwen_raw.model.loops import PassLoops
 from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.runner import AHEAD, DeviceRunner
 from qwen_raw.model.speculate import CATCH, LIMITED, STEP, Drafter, ModelDrafter, NgramDrafter, Pass
@@ -44,6 +45,7 @@ class SpeculativeRunner(DeviceRunner):
         governed: bool = True,
         costs: Mapping[int, float] | None = None,
         forced: bool = False,
+        loop: str = "queued",
         max_model_len: int,
         text_vocab: int,
         progress: Progress | None = None,
@@ -56,7 +58,8 @@ class SpeculativeRunner(DeviceRunner):
         `guesses`: a pass has at the most. `verify`: how the rows of a pass are computed, one of VERIFY
         (qwen_raw/model/speculate.py). `governed`: as many guesses as pay, or none. `costs`: of passes in single steps,
         by their guesses, the most among them; None: measured, on a GPU. `forced`: for benches and tests; guesses then
-        stand as often as `force` says, whatever is right, and so the ids are no longer the model's.
+        stand as often as `force` says, whatever is right, and so the ids are no longer the model's. `loop`: "device",
+        passes repeat themselves there (qwen_raw/model/loops.py) if that is possible; "queued", by the host.
         Raises UsageError for what there is not, QwenRawError where the two models do not fit.
         """
         if (draft is None) == (ngram is None):
@@ -82,12 +85,18 @@ class SpeculativeRunner(DeviceRunner):
         self._drafters = self._make_drafters(ngram)
         self._shared = self._share() if draft is not None and len(self.ranks) > 1 else None
         self._log: list[int] = []  # guesses of each pass queued for the request
+        self._from: int | None = None  # ids posted when loops of steps began, that a draft model has not seen
+        self._request = (0, 0)  # the id that the host waits for next, and the end
         self._before = PassCounts(0, 0, 0, 0)  # what the requests before it came to
         self._counted: PassCounts | None = None  # when it was closed
         self._graphs: dict[int, tuple[Graph, ...]] = {}  # by guesses: one a rank
         self._governs = governed and (costs is not None or self.devices[0].kind == "cuda")
         sizes = (guesses,) if not self._governs else pass_sizes(guesses) if costs is None else sorted(costs)
         self._start(verify, sizes)
+        self._loops: PassLoops | None = None  # in use
+        self._made_loops: PassLoops | None = None
+        if loop == "device":
+            self._open_loops()
         self._catch_up = self._capture_catch_up()
         self._behind = 0  # ids that a draft model has not seen
         self.costs = self._measure() if costs is None and self.devices[0].kind == "cuda" else costs
@@ -156,6 +165,18 @@ class SpeculativeRunner(DeviceRunner):
                 pass
         return capture.graph
 
+    def _open_loops(self) -> None:
+        """Where there are none, the host queues passes, and a note says why."""
+        try:
+            self._made_loops = PassLoops.create(self._passes, [k for k in self._graphs if k > 0])
+        except UnavailableError as error:
+            self.notes = (*self.notes, f"no loop on the device, passes are queued by the host: {error}")
+        self.loop(True)
+
+    def loop(self, on: bool) -> None:
+        """Of a runner made with loops, between requests: whether it uses them."""
+        self._loops = self._made_loops if on else None
+
     def _capture_catch_up(self) -> Graph | None:
         """On rank 0, where there is a draft model that may fall behind."""
         if self._draft_prompt is None or not self._governs:
@@ -202,10 +223,14 @@ class SpeculativeRunner(DeviceRunner):
             return self._counted
         right, guesses, compared, passes = (int(word) for word in self._told[1:])
         passes -= self._measured
-        done = self._log[: passes - self._before.passes]  # those queued too many gave nothing
+        given = passes - self._before.passes
+        done = self._log[:given]  # those queued too many gave nothing
+        if self._loops is not None:
+            done = done + [self._loops.running] * (given - len(done))
         steps = self._before.steps + done.count(0)
         cost = None if self.costs is None else (self._before.cost or 0.0) + sum(self.costs.get(k, 1.0) for k in done)
-        return PassCounts(passes, guesses, right, steps, compared, cost)
+        loops = 0 if self._made_loops is None else self._made_loops.launched
+        return PassCounts(passes, guesses, right, steps, compared, cost, loops)
 
     @property
     def _told(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -234,13 +259,22 @@ class SpeculativeRunner(DeviceRunner):
                 each.begin()
             self._launched = first + 1
         queued, _ = self._buffers[0].ended
+        self._seen, self._from = queued, None
         try:
             for number in range(first, end):
-                queued = self._queue_passes(queued, number, end)
+                self._request = (number, end)
+                if self._loops is None:
+                    queued = self._queue_passes(queued, number, end)
+                else:
+                    self._follow(self._loops)
                 self._first_reads += number == first
                 yield self._read(number, position=len(ids) + number - first)
         finally:
+            if self._loops is not None:
+                self._loops.end()
             self._wait()  # passes still queued end: how many ids they post is theirs to say
+            if self._loops is not None:
+                self._log += self._loops.ended()
             self._launched = max(self._launched, self._buffers[0].ended[1])
 
     def _queue_passes(self, queued: int, number: int, end: int) -> int:
@@ -262,6 +296,39 @@ class SpeculativeRunner(DeviceRunner):
             self._log.append(guesses)
             queued += 1
         return queued
+
+    def _follow(self, loops: PassLoops) -> None:
+        """See that passes repeat themselves, as many guesses a pass as the governor wants now, till the id has come."""
+        number, end = self._request
+        loops.room(number)
+        self._log += loops.ended()
+        told, (ended, posted) = self._told, self._buffers[0].ended
+        posted, wanted = max(self._launched, posted), loops.current
+        for _ in range(ended - self._seen):
+            wanted = self._governor.choose(int(told[1]), int(told[3]), self._rows - 1)
+        self._seen = ended
+        if posted >= end or loops.full or (wanted == loops.current and wanted is not None):
+            return
+        if loops.current is None and posted - number >= self._rows:
+            return  # enough is there: the ring may have been full
+        if wanted is None:
+            wanted = self._governor.choose(int(told[1]), int(told[3]), self._rows - 1)
+        if wanted and self._from is not None:
+            loops.end()
+            self._catch_up_with(posted - self._from + self._rows + AHEAD)  # steps go on until the loop sees it
+            self._from = None
+        elif not wanted and self._from is None:
+            self._from = posted
+        with self._together():
+            loops.launch(wanted)
+
+    def _idle(self) -> bool:
+        """See DeviceRunner. A loop may have ended for want of room just as the host made some: then queue another."""
+        if not super()._idle():
+            return False
+        if self._loops is not None:
+            self._follow(self._loops)
+        return self._loops is None or self._loops.current is None
 
     def _catch_up_with(self, ids: int) -> None:
         """Queue, on rank 0, what gives a draft model the keys of so many ids."""
@@ -305,5 +372,6 @@ class SpeculativeRunner(DeviceRunner):
         graphs, self._graphs = [*chain(*self._graphs.values())], {}
         if self._catch_up is not None:
             graphs.append(self._catch_up)
+        loops = [] if self._made_loops is None else [self._made_loops.close]
         drafts = [] if self._draft_prompt is None else [self._draft_prompt.close]
-        close_all([*(graph.close for graph in graphs), *drafts, super().close])
+        close_all([*loops, *(graph.close for graph in graphs), *drafts, super().close])

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qwen_raw.device import U64, Arg, BoxShape, Buffer, Device, Dim, Kernel, TensorMap
+from qwen_raw.device import U32, U64, Arg, BoxShape, Buffer, Device, Dim, Kernel, LoopPart, TensorMap
 from qwen_raw.errors import QwenRawError
 from qwen_raw.simt.buffer import Allocation, SimBuffer, SimHostRing
 from qwen_raw.simt.kernel import (
@@ -53,6 +53,25 @@ class SimGraph:
         """Lets go of the launches; a second call does nothing."""
         self._open = False
         self._steps, self._when_queued = [], []
+
+
+class SimLoop:
+    """A graph that repeats a part of itself; the host takes the node's part, and waits between rounds."""
+
+    def __init__(self, begin: SimGraph, body: SimGraph, handle: SimBuffer) -> None:
+        self._begin, self._body, self._handle = begin, body, handle
+
+    def launch(self) -> None:
+        """Runs it to its end."""
+        self._begin.launch()
+        while self._handle.download()[0]:
+            self._handle.fill(0)
+            self._body.launch()
+
+    def close(self) -> None:
+        """Lets go of the launches; a second call does nothing."""
+        self._begin.close()
+        self._body.close()
 
 
 class SimCapture:
@@ -225,6 +244,19 @@ class SimDevice:
     def capture(self) -> AbstractContextManager[SimCapture]:
         """Records what the with-block launches: `with device.capture() as c: …`, then `c.graph.launch()`."""
         return self._capturing()
+
+    def require_loops(self) -> None:
+        """See Device: there are."""
+
+    def capture_loop(self, begin: LoopPart, body: LoopPart) -> SimLoop:
+        """See Device. The host takes the node's part, so nothing in it may wait for another rank."""
+        handle = self.zeros((1,), U32)
+        graphs = []
+        for part in (begin, body):
+            with self._capturing() as capture:
+                part(np.array([handle.ptr], np.uint64))
+            graphs.append(capture.graph)
+        return SimLoop(graphs[0], graphs[1], handle)
 
     def when_queued(self, call: Callable[[], None]) -> None:
         """See Device."""

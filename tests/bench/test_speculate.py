@@ -20,12 +20,15 @@ def test_rows_of_forced_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculate, "PASSES", 1)
     asked = Namespace(
         model="tiny-shakespeare-draft", draft="tiny-shakespeare-draft", context=3, tokens=7, guesses=2, repeats=1,
-        acceptance=[0.0, 1.0],
+        acceptance=[0.0, 1.0], spec_loop=["queued", "device"],
     )  # fmt: skip
     device: Any = SimDevice()
-    none, all_ = speculate.forced([device], asked)
+    none, none_looped, all_, all_looped = speculate.forced([device], asked)
     device.close()
     assert (none["forced"], none["counts"]["right"], none["counts"]["passes"]) == (0.0, 0, 6)
     assert (all_["forced"], all_["counts"]["acceptance"], all_["counts"]["passes"]) == (1.0, 1.0, 2)
+    assert [row["loop"] for row in (none, none_looped, all_, all_looped)] == ["queued", "device"] * 2
+    for queued, looped in ((none, none_looped), (all_, all_looped)):
+        assert (looped["forced"], looped["counts"]) == (queued["forced"], queued["counts"] | {"loops": 1})
     assert none["plain_tok_s"] == all_["plain_tok_s"] > 0 and none["ratio"] == none["tok_s"] / none["plain_tok_s"]
     assert none["pass_us"] == pytest.approx(1600.0) and all_["seen_us"] > 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from conformance.kernel_cases import ADD, EPS, Case, Outputs, exact, fp32, rounded
+from conformance.loop_cases import LOOPS
 from conformance.machines import LIMIT_NS, MOST_RANKS, Machine, Output
 from kernel_reference import bf16_input, make_linear
 
@@ -259,4 +260,5 @@ def rank_cases() -> list[Case]:
         Case("signal_fetch", run_signal_parts),
         Case("sample_ranks_f32", run_sample_ranks, ranks=2),
         Case("draft_share", run_passes, ranks=2),
+        *LOOPS,
     ]

@@ -11,10 +11,11 @@
 
 typedef int R;
 typedef unsigned long long Ptr;
+static void *body_graph = (void*)0x5000, *body_graphs[1];
 static char log_text[1 << 20];
 static size_t log_len;
 static char fail_name[64];
-static int fail_status, capturing, context_set = -1, mode_now, devices = 2;
+static int fail_status, capturing, context_set = -1, mode_now, devices = 2, version = 13000;
 
 static int note(const char* name, const char* format, ...) {
   va_list args;
@@ -41,11 +42,12 @@ const char* fake_log(void) { return log_text; }
 void fake_clear(void) { log_text[log_len = 0] = 0; }
 void fake_fail(const char* name, int status) { snprintf(fail_name, sizeof fail_name, "%s", name), fail_status = status; }
 void fake_devices(int count) { devices = count; }
+void fake_version(int v) { version = v; }
 typedef struct { int count, size[8]; } Fn;  // a kernel: the sizes of its parameters
 
 // ---- the driver
 R cuInit(unsigned flags) { NOTE("%u", flags); return devices ? 0 : 100; }
-R cuDriverGetVersion(int* v) { *v = 13000; return 0; }
+R cuDriverGetVersion(int* v) { *v = version; return 0; }
 R cuGetErrorString(R e, const char** s) { *s = e == 2 ? "out of memory" : e == 1 ? "invalid argument" : "some text"; return 0; }
 R cuGetErrorName(R e, const char** s) { *s = "NAME"; return 0; }
 R cuDeviceGetCount(int* n) { *n = devices; return 0; }
@@ -92,8 +94,32 @@ R cuEventElapsedTime_v2(float* ms, void* a, void* b) { *ms = 1.5f; return 0; }
 R cuEventDestroy_v2(void* e) { NOTE(""); free(e); return 0; }
 R cuThreadExchangeStreamCaptureMode(int* mode) { int old = mode_now; mode_now = *mode, *mode = old; return 0; }
 R cuStreamBeginCapture_v2(void* s, int mode) { NOTE("%d", mode); capturing = 1; return 0; }
-R cuStreamEndCapture(void* s, void** g) { capturing = 0; NOTE(""); *g = malloc(1); return 0; }
-R cuGraphGetNodes(void* g, void** nodes, size_t* n) { *n = 3; return 0; }
+R cuStreamEndCapture(void* s, void** g) {
+  const int into = capturing == 2;
+  capturing = 0;
+  NOTE("");
+  *g = into ? body_graph : malloc(1);
+  return 0;
+}
+R cuStreamBeginCaptureToGraph(void* s, void* g, void** deps, void* data, size_t n, int mode) { NOTE("%d", mode); capturing = 2; return 0; }
+R cuGraphCreate(void** g, unsigned f) { NOTE("%u", f); *g = malloc(1); return 0; }
+R cuGraphConditionalHandleCreate(uint64_t* h, void* g, void* c, unsigned value, unsigned f) {
+  NOTE("%d %u %u", (int)(uintptr_t)c - 0x100, value, f);
+  *h = 0x77;
+  return 0;
+}
+typedef struct { int type, pad[3]; uint64_t handle; int kind; unsigned size; void*** graphs; void* context; } Conditional;
+R cuGraphAddNode_v2(void** node, void* g, void* const* deps, const void* data, size_t n, Conditional* p) {
+  NOTE("after %zu type %d handle %#llx kind %d size %u context %d", n, p->type, (unsigned long long)p->handle, p->kind, p->size,
+       (int)(uintptr_t)p->context - 0x100);
+  body_graphs[0] = body_graph, p->graphs = (void***)body_graphs;
+  return 0;
+}
+R cuGraphGetNodes(void* g, void** nodes, size_t* n) {
+  for (size_t i = 0; nodes && i < *n; i++) nodes[i] = (void*)(0x600 + i);
+  *n = 3;
+  return 0;
+}
 R cuGraphInstantiateWithFlags(void** x, void* g, unsigned long long f) { NOTE("%llu", f); *x = malloc(1); return 0; }
 R cuGraphLaunch(void* x, void* s) { NOTE(""); return 0; }
 R cuGraphDestroy(void* g) { NOTE(""); free(g); return 0; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from qwen_raw.driver.device import CudaDevice
 from qwen_raw.driver.launch import CudaKernel, ParamLayout
 from qwen_raw.driver.probe import peer_paths, probe
 from qwen_raw.driver.stream import Wait
-from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.errors import QwenRawError, UnavailableError, UsageError
 
 FORBIDDEN_IN_CAPTURE = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2")
 
@@ -223,6 +224,70 @@ def scenario_capture(fake: Fake) -> None:
     fake.expect("cuGraphLaunch", "cuStreamSynchronize", "cuGraphExecDestroy", "cuMemFree_v2 0")
     raises(QwenRawError, "after close()", capture.graph.launch)
     assert where
+
+
+def scenario_loop(fake: Fake) -> None:
+    device = CudaDevice(0)
+    k, buffers = kernel(device), [device.zeros((4,), I32)]
+    handles = []
+
+    def part(handle: np.ndarray[Any, Any]) -> None:
+        handles.append(handle.tolist())
+        launch(device, k, [*buffers, np.int32(len(handles))])
+        raises(QwenRawError, "starting a capture while", lambda: device.capture_loop(part, part))
+
+    fake.calls()
+    graph = device.capture_loop(part, part)
+    assert handles == [[0x77], [0x77]]
+    calls = [call.split(" params")[0] for call in fake.calls()]
+    queued = "cuLaunchKernelEx grid 4,2,1 block 64,1,1 smem 0"
+    assert calls == [
+        "cuGraphCreate 0",
+        "cuGraphConditionalHandleCreate 0 0 1",  # as each replay begins: not to go on
+        "cuStreamBeginCaptureToGraph 1",
+        queued,
+        "cuStreamEndCapture",
+        "cuGraphAddNode_v2 after 3 type 13 handle 0x77 kind 1 size 1 context 0",
+        "cuStreamBeginCaptureToGraph 1",
+        queued,
+        "cuStreamEndCapture",
+        "cuGraphInstantiateWithFlags 0",
+        "cuGraphDestroy",  # the template alone: the body is the node's
+    ], calls
+    owner = weakref.ref(buffers.pop().owner)
+    gc.collect()
+    assert owner() is not None  # the graph needs it
+    graph.launch()
+    graph.close()
+    fake.expect("cuGraphLaunch", "cuStreamSynchronize", "cuGraphExecDestroy", "cuMemFree_v2 0")
+
+
+def scenario_loop_fails(fake: Fake) -> None:
+    device = CudaDevice(0)
+    k, x = kernel(device), device.zeros((4,), I32)
+
+    def works(handle: np.ndarray[Any, Any]) -> None:
+        launch(device, k, [x, np.int32(1)])
+
+    def waits(handle: np.ndarray[Any, Any]) -> None:
+        device.synchronize()
+
+    for begin, body in ((waits, works), (works, waits)):
+        fake.calls()
+        raises(QwenRawError, "while a graph is being captured", lambda b=begin, w=body: device.capture_loop(b, w))
+        calls = fake.calls()
+        assert calls[-2:] == ["cuStreamEndCapture", "cuGraphDestroy"] and calls.count("cuGraphDestroy") == 1, calls
+    for name in ("cuGraphConditionalHandleCreate", "cuGraphAddNode_v2", "cuStreamBeginCaptureToGraph"):
+        fake.fail(name, 801)  # not supported
+        raises(UnavailableError, name.removesuffix("_v2"), lambda: device.capture_loop(works, works))
+        assert fake.calls().count("cuGraphDestroy") == 1
+        fake.fail(name, 1)
+        raises(DriverError, name.removesuffix("_v2"), lambda: device.capture_loop(works, works))
+        assert fake.calls().count("cuGraphDestroy") == 1
+    with device.capture():
+        launch(device, k, [x, np.int32(1)])
+    fake.library.fake_version(12030)
+    raises(UnavailableError, "of CUDA 12.3, loops begin with 12.4", lambda: device.capture_loop(works, works))
 
 
 def scenario_capture_refuses(fake: Fake) -> None:

@@ -24,6 +24,7 @@ from qwen_raw.generation.speculation import (
         ({"ngram": 10**30}, "1 to 1000 are possible"),
         ({"ngram": 2, "guesses": 0}, "0 guesses a pass"),
         ({"ngram": 2, "guesses": 16}, "16 guesses a pass"),
+        ({"ngram": 2, "loop": "host"}, "loop 'host' is not one of queued, device"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, object], message: str) -> None:
@@ -37,6 +38,8 @@ def test_counts() -> None:
     assert (counts.acceptance, counts.mean_length, counts.speed_up) == (0.8, 3.0, 2.0)
     told = "50% of 80 guesses right, acceptance 0.80, 3.00 ids a pass, off for 5 ids, 2.00 times plain steps"
     assert counts.line() == told
+    looped = PassCounts(30, 80, 40, 0, 55, None, 5).since(PassCounts(5, 0, 0, 0, 5, None, 3))
+    assert looped.line().endswith("ids a pass, in 2 loops on the device") and looped.as_dict()["loops"] == 2
     assert PassCounts(3, 0, 0, 3).line() == "no guesses"
     assert counts.as_dict()["acceptance"] == 0.8 and counts.as_dict()["speed_up"] == 2.0
     assert PassCounts(3, 6, 2, 0, 4).since(PassCounts(0, 0, 0, 0)).speed_up is None
