@@ -30,6 +30,7 @@ from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.device import BF16, Buffer, Device
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.kernels.gemm_sm90 import Tokens
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.gemv_exchange import Next
 from qwen_raw.kernels.linear import Linear
@@ -115,9 +116,9 @@ class Unsummed:
         """As under tensor parallelism."""
         gemv.store(self.device, self.share, x, w, pdl=pdl)
 
-    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+    def products(self, gemm: RowProducts, h: Buffer, x: Tokens, w: Linear, spare: Buffer) -> None:
         """As under tensor parallelism."""
-        gemm.store(self.device, spare, a, w)
+        gemm.store(self.device, spare, x, w)
 
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """Left out."""

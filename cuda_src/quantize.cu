@@ -1,8 +1,11 @@
 // quantize.cu - bf16 rows → e4m3 rows with one scale each: scale = max|w| / 448, q = round(w / scale). A zero row gets scale 1.
-// Of the quantised rows a window of columns is kept (a rank's share of a row-parallel matrix); the scale is that of the whole row.
 //
-// The host's reference: loaders.dtypes.quantize_rows_e4m3. grid: (N), one block a row; block: 256. bytes moved: N·(K·2 + columns·(2 + 1)).
-// PRECOND  K, first and columns are multiples of 16, first + columns <= K; pointers 16-byte aligned. minimum arch: sm_80
+// quantize_rows_bf16    weights, at load, as the host would: loaders.dtypes.quantize_rows_e4m3. Of the quantised rows a window of columns is
+//                       kept (a rank's share of a row-parallel matrix); the scale is that of the whole row.
+// quantize_tokens_bf16  inputs of products, in every layer: the row is read once and held, q = round(w · (448 / max|w|))
+// grid: (rows), one block a row; block: 256; tokens: whole warps, up to 512, may be a dependent launch.
+// bytes moved: N·(K·2 + columns·(2 + 1)); T·K·(2 + 1).
+// PRECOND  K, first and columns are multiples of 16, first + columns <= K; tokens: K <= 64·block; pointers 16-byte aligned. minimum arch: sm_80
 #include "include/reduce.cuh"
 #include "include/vec.cuh"
 
@@ -34,5 +37,44 @@ quantize_rows_bf16(e4m3* q,        // [N, columns]
 #pragma unroll
     for (int j = 0; j < 8; j++) word[j / 4] |= uint32_t(e4m3(f[j] / s).__x) << (8 * (j % 4));
     reinterpret_cast<uint2*>(out)[i] = make_uint2(word[0], word[1]);
+  }
+}
+
+constexpr int PACKS = 8;  // of eight elements, that a thread holds
+
+KERNEL_OCC(512, 2) void
+quantize_tokens_bf16(e4m3* q,        // [T, K]
+                     float* scale,   // [T]
+                     const bf16* a,  // [T, K]
+                     int K) {
+  SHARED(float[WARP], scratch);
+  const int thread = threadIdx.x, step = blockDim.x;
+  const int64_t row = int64_t(blockIdx.x) * K;
+  griddep_launch();
+  griddep_wait();
+  uint4 v[PACKS];
+#pragma unroll
+  for (int k = 0; k < PACKS; k++) v[k] = thread + k * step < K / 8 ? ld_global_v4(a + row + 8 * (thread + k * step)) : make_uint4(0, 0, 0, 0);
+  uint32_t high = 0, low = 0;  // magnitudes are ordered as their bits are: no floats that would be kept until they are rounded
+#pragma unroll
+  for (int k = 0; k < PACKS; k++) {
+    const uint32_t w[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) high = max(high, w[j] & 0x7fffffffu), low = max(low, w[j] << 16 & 0x7fff0000u);
+  }
+  float top = warp_max(__uint_as_float(max(high & 0xffff0000u, low)));
+  if (thread % WARP == 0) scratch[thread / WARP] = top;
+  __syncthreads();
+  for (int i = 0; i < step / WARP; i++) top = fmaxf(top, scratch[i]);
+  const RowScale by(top);
+  if (thread == 0) scale[blockIdx.x] = by.scale(1.f);
+#pragma unroll
+  for (int k = 0; k < PACKS; k++) {
+    if (thread + k * step >= K / 8) break;
+    float f[8];
+    unpack_bf16(f, v[k]);
+#pragma unroll
+    for (int j = 0; j < 8; j++) f[j] *= by.factor;
+    reinterpret_cast<uint2*>(q + row)[thread + k * step] = make_uint2(pack_e4m3x4(f[0], f[1], f[2], f[3]), pack_e4m3x4(f[4], f[5], f[6], f[7]));
   }
 }

@@ -44,6 +44,21 @@ DEVICE uint4 pack_f16x8(const float (&f)[8]) {
   return make_uint4(pack_f16(f[0], f[1]), pack_f16(f[2], f[3]), pack_f16(f[4], f[5]), pack_f16(f[6], f[7]));
 }
 
+// Four floats → four e4m3 in a word, to nearest even, ±448 at most (two cvt on sm_89+).
+DEVICE uint32_t pack_e4m3x4(float a, float b, float c, float d) {
+  const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+  const uint32_t hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
+  return lo | hi << 16;
+}
+
+// What makes a row with this largest magnitude e4m3: x·factor. A row of zeros (below 1e-30) stays one.
+struct RowScale {
+  float top, factor;
+  DEVICE explicit RowScale(float largest) : top(largest), factor(largest > 1e-30f ? 448.f / largest : 0.f) {}
+  // That gives x·unit back.
+  DEVICE float scale(float unit) const { return factor > 0.f ? top * unit / 448.f : 1.f; }
+};
+
 // Two e4m3 → two f16 in a word, exactly (one F2FP on sm_89+, software below).
 DEVICE uint32_t widen_e4m3(uint16_t w) {
   const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(w), __NV_E4M3);

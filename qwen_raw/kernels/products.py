@@ -17,27 +17,33 @@ from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
 from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
 from qwen_raw.kernels.gemm_sm90 import GemmSm90, Tokens
 from qwen_raw.kernels.linear import Linear
-from qwen_raw.kernels.norm import rmsnorm, rmsnorm_bf16
-from qwen_raw.kernels.quantize import quantize_rows
+from qwen_raw.kernels.norm import rmsnorm, rmsnorm_bf16, rmsnorm_e4m3
+from qwen_raw.kernels.quantize import MOST, quantize_tokens
 
 SHORT = 512  # hidden sizes below keep f16 inputs
 
 
 class RowProducts(Protocol):
-    """The row-parallel products, O and down; a is bf16 [T, K]."""
+    """The row-parallel products, O and down; x is [T, K]."""
 
-    def add(self, dev: Device, h: Buffer, a: Buffer, w: Linear) -> None:
-        """h f32 [T, N] += a·Wᵀ."""
+    def add(self, dev: Device, h: Buffer, x: Tokens, w: Linear) -> None:
+        """h f32 [T, N] += x·Wᵀ."""
 
-    def store(self, dev: Device, y: Buffer, a: Buffer, w: Linear) -> None:
-        """y bf16 [T, N] = a·Wᵀ."""
+    def store(self, dev: Device, y: Buffer, x: Tokens, w: Linear) -> None:
+        """y bf16 [T, N] = x·Wᵀ."""
 
 
 class Products(RowProducts, Protocol):
-    """All products of a layer; `norm` makes the 16-bit [T, D] input of qkv and swiglu."""
+    """All products of a layer, and their inputs: `norm` makes that of qkv and swiglu, `quantise` that of O and down."""
 
-    def norm(self, dev: Device, out: Buffer, h: Buffer, g: Buffer, eps: float) -> None:
-        """out = RMSNorm(h f32 [T, D])·g."""
+    def room(self, a: Buffer) -> Tokens:
+        """The input in which values of a 16-bit buffer go into a product: the buffer itself, or codes and scales."""
+
+    def norm(self, dev: Device, x: Tokens, h: Buffer, g: Buffer, eps: float) -> None:
+        """x = RMSNorm(h f32 [T, D])·g; x from `room`."""
+
+    def quantise(self, dev: Device, x: Tokens, a: Buffer) -> None:
+        """x = a bf16 [T, K]; x from `room(a)`, and where that is `a` there is nothing to do."""
 
     def qkv(
         self,
@@ -45,7 +51,7 @@ class Products(RowProducts, Protocol):
         q: Buffer,
         k_cache: Buffer,
         v_cache: Buffer,
-        a: Buffer,
+        x: Tokens,
         w: Linear,
         bias: Buffer,
         rope: Buffer,
@@ -54,7 +60,7 @@ class Products(RowProducts, Protocol):
     ) -> None:
         """q, and the tokens' rows of both caches, from the normalised input."""
 
-    def swiglu(self, dev: Device, act: Buffer, a: Buffer, gate: Linear, up: Linear) -> None:
+    def swiglu(self, dev: Device, act: Buffer, x: Tokens, gate: Linear, up: Linear) -> None:
         """act bf16 [T, I] from the normalised input."""
 
     def unquantised(self) -> Products:
@@ -71,9 +77,16 @@ class MmaProducts:
         """See Products."""
         return self
 
-    def norm(self, dev: Device, out: Buffer, h: Buffer, g: Buffer, eps: float) -> None:
+    def room(self, a: Buffer) -> Tokens:
         """See Products."""
-        rmsnorm(dev, out, h, g, eps)
+        return Tokens(a)
+
+    def norm(self, dev: Device, x: Tokens, h: Buffer, g: Buffer, eps: float) -> None:
+        """See Products."""
+        rmsnorm(dev, x.values, h, g, eps)
+
+    def quantise(self, dev: Device, x: Tokens, a: Buffer) -> None:
+        """See Products: `a` is the input."""
 
     def qkv(
         self,
@@ -81,7 +94,7 @@ class MmaProducts:
         q: Buffer,
         k_cache: Buffer,
         v_cache: Buffer,
-        a: Buffer,
+        x: Tokens,
         w: Linear,
         bias: Buffer,
         rope: Buffer,
@@ -89,19 +102,19 @@ class MmaProducts:
         fine: Buffer | None = None,
     ) -> None:
         """See Products."""
-        self.gemm.qkv(dev, q, k_cache, v_cache, a, w, bias, rope, span, fine)
+        self.gemm.qkv(dev, q, k_cache, v_cache, x.values, w, bias, rope, span, fine)
 
-    def swiglu(self, dev: Device, act: Buffer, a: Buffer, gate: Linear, up: Linear) -> None:
+    def swiglu(self, dev: Device, act: Buffer, x: Tokens, gate: Linear, up: Linear) -> None:
         """See Products."""
-        self.gemm.swiglu(dev, act, a, gate, up)
+        self.gemm.swiglu(dev, act, x.values, gate, up)
 
-    def add(self, dev: Device, h: Buffer, a: Buffer, w: Linear) -> None:
+    def add(self, dev: Device, h: Buffer, x: Tokens, w: Linear) -> None:
         """See Products."""
-        self.gemm.add(dev, h, a, w)
+        self.gemm.add(dev, h, x.values, w)
 
-    def store(self, dev: Device, y: Buffer, a: Buffer, w: Linear) -> None:
+    def store(self, dev: Device, y: Buffer, x: Tokens, w: Linear) -> None:
         """See Products."""
-        self.gemm.store(dev, y, a, w)
+        self.gemm.store(dev, y, x.values, w)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +129,23 @@ class Sm90Products:
         """See Products."""
         return self if self.codes is None else MmaProducts(GEMM_FP8)
 
-    def _tokens(self, dev: Device, a: Buffer) -> Tokens:
+    def room(self, a: Buffer) -> Tokens:
+        """See Products."""
         if self.codes is None or self.scale is None:
             return Tokens(a)
-        q, scale = self.codes.view(a.shape), self.scale.view((a.shape[0],))
-        quantize_rows(dev, q, scale, a)
-        return Tokens(q, scale)
+        return Tokens(self.codes.view(a.shape), self.scale.view((a.shape[0],)))
 
-    def norm(self, dev: Device, out: Buffer, h: Buffer, g: Buffer, eps: float) -> None:
+    def norm(self, dev: Device, x: Tokens, h: Buffer, g: Buffer, eps: float) -> None:
         """See Products."""
-        rmsnorm_bf16(dev, out, h, g, eps)
+        if x.scale is None:
+            rmsnorm_bf16(dev, x.values, h, g, eps, pdl=self.gemm.pdl)
+        else:
+            rmsnorm_e4m3(dev, x.values, x.scale, h, g, eps, pdl=self.gemm.pdl)
+
+    def quantise(self, dev: Device, x: Tokens, a: Buffer) -> None:
+        """See Products."""
+        if x.scale is not None:
+            quantize_tokens(dev, x.values, x.scale, a, pdl=self.gemm.pdl)
 
     def qkv(
         self,
@@ -133,7 +153,7 @@ class Sm90Products:
         q: Buffer,
         k_cache: Buffer,
         v_cache: Buffer,
-        a: Buffer,
+        x: Tokens,
         w: Linear,
         bias: Buffer,
         rope: Buffer,
@@ -141,24 +161,24 @@ class Sm90Products:
         fine: Buffer | None = None,
     ) -> None:
         """See Products."""
-        self.gemm.qkv(dev, q, k_cache, v_cache, self._tokens(dev, a), w, bias, rope, span, fine=fine)
+        self.gemm.qkv(dev, q, k_cache, v_cache, x, w, bias, rope, span, fine=fine)
 
-    def swiglu(self, dev: Device, act: Buffer, a: Buffer, gate: Linear, up: Linear) -> None:
+    def swiglu(self, dev: Device, act: Buffer, x: Tokens, gate: Linear, up: Linear) -> None:
         """See Products."""
-        self.gemm.swiglu(dev, act, self._tokens(dev, a), gate, up)
+        self.gemm.swiglu(dev, act, x, gate, up)
 
-    def add(self, dev: Device, h: Buffer, a: Buffer, w: Linear) -> None:
+    def add(self, dev: Device, h: Buffer, x: Tokens, w: Linear) -> None:
         """See Products."""
-        self.gemm.add(dev, h, self._tokens(dev, a), w)
+        self.gemm.add(dev, h, x, w)
 
-    def store(self, dev: Device, y: Buffer, a: Buffer, w: Linear) -> None:
+    def store(self, dev: Device, y: Buffer, x: Tokens, w: Linear) -> None:
         """See Products."""
-        self.gemm.store(dev, y, self._tokens(dev, a), w)
+        self.gemm.store(dev, y, x, w)
 
 
 def suits_sm90(arch: str, c: ModelConfig) -> bool:
     """Whether a rank of these dimensions runs Hopper's kernels on this architecture."""
-    whole = all(n % 8 == 0 for n in (c.D, c.I, c.H * c.HD))
+    whole = all(n % 8 == 0 and n <= MOST for n in (c.D, c.I, c.H * c.HD))
     return arch == gemm_sm90.ARCH and c.D >= SHORT and whole and c.HD in (64, 128)
 
 

@@ -69,10 +69,10 @@ class Stage(Rank):
         yield
 
     def prefill_chunk(
-        self, rows: int, *, choose: bool = False, reduce: bool = True, layers: int | None = None
+        self, rows: int, *, choose: bool = False, skip: frozenset[str] = frozenset(), layers: int | None = None
     ) -> Iterator[None]:
-        """See Rank. Without `reduce` nothing is waited for, and nothing handed over."""
-        links = self.links if reduce else Links()
+        """See Rank. Where sums over ranks are skipped nothing is waited for, and nothing handed over."""
+        links = Links() if "reduce" in skip else self.links
         h = self.prefill.h.view((rows, self.shard.whole.D))
         if links.before:
             links.before.wait(h)
@@ -85,7 +85,8 @@ class Stage(Rank):
             self.prefill,
             self.residual,
             rows,
-            layers=layers,
+            skip,
+            layers,
             embedded=self.links.before is None,
         ):
             pass

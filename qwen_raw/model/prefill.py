@@ -19,10 +19,15 @@ from qwen_raw.kernels import products
 from qwen_raw.kernels.attention import prefill_attention
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
+from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.norm import rmsnorm_split
+from qwen_raw.kernels.products import Products
 from qwen_raw.model.residual import Residual
 from qwen_raw.model.state import KVCache, PrefillBuffers
 from qwen_raw.model.weights import Layer, Weights
+
+# Of a layer; norm, quantise and reduce twice. Quantising is part of fp8 weights on Hopper, reduce of several ranks.
+STAGES = ("norm", "qkv", "attn", "quantise", "o", "gate_up", "down", "reduce")
 
 
 def prefill_layer(
@@ -37,23 +42,46 @@ def prefill_layer(
     b: PrefillBuffers,
     rows: int,
     residual: Residual,
-    reduce: bool,
+    skip: frozenset[str],
 ) -> Iterator[None]:
-    """b.h[:rows] → b.h[:rows]; keys and values of the tokens that b.span says into the cache."""
+    """b.h[:rows] → b.h[:rows]; keys and values of the tokens that b.span says into the cache. `skip`: of STAGES."""
     h, n, span, gemm = b.h.view((rows, c.D)), b.n.view((rows, c.D)), b.span, b.products
     q, attn, act = b.q.view((rows, c.H, c.HD)), b.attn.view((rows, c.H, c.HD)), b.act.view((rows, c.I))
-    gemm.norm(dev, n, h, layer.norm1, c.rms_eps)
-    gemm.qkv(dev, q, k_cache, v_cache, n, layer.qkv, layer.qkv_bias, rope, span, fine)
     hopper = products.suits_sm90(dev.arch, c)  # small models show what probabilities in bf16 cost
-    prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine, wide=wide, hopper=hopper)
-    residual.products(gemm, h, attn.view((rows, c.H * c.HD)), layer.o, n)  # n has been used: it takes ranks' shares
-    if reduce:
-        residual.reduce(h, spare=n)
-    yield
-    gemm.norm(dev, n, h, layer.norm2, c.rms_eps)
-    gemm.swiglu(dev, act, n, layer.gate, layer.up)
-    residual.products(gemm, h, act, layer.down, n)
-    if reduce:
+    x = gemm.room(n)
+    if "norm" not in skip:
+        gemm.norm(dev, x, h, layer.norm1, c.rms_eps)
+    if "qkv" not in skip:
+        gemm.qkv(dev, q, k_cache, v_cache, x, layer.qkv, layer.qkv_bias, rope, span, fine)
+    if "attn" not in skip:
+        prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine, wide=wide, hopper=hopper)
+    yield from _into_residual(dev, "o", attn.view((rows, c.H * c.HD)), layer.o, h, n, gemm, residual, skip)
+    x = gemm.room(n)
+    if "norm" not in skip:
+        gemm.norm(dev, x, h, layer.norm2, c.rms_eps)
+    if "gate_up" not in skip:
+        gemm.swiglu(dev, act, x, layer.gate, layer.up)
+    yield from _into_residual(dev, "down", act, layer.down, h, n, gemm, residual, skip)
+
+
+def _into_residual(
+    dev: Device,
+    stage: str,
+    a: Buffer,
+    w: Linear,
+    h: Buffer,
+    n: Buffer,
+    gemm: Products,
+    residual: Residual,
+    skip: frozenset[str],
+) -> Iterator[None]:
+    """h += a·Wᵀ over all ranks; n takes their shares."""
+    x = gemm.room(a)
+    if "quantise" not in skip:
+        gemm.quantise(dev, x, a)
+    if stage not in skip:
+        residual.products(gemm, h, x, w, n)
+    if "reduce" not in skip:
         residual.reduce(h, spare=n)
     yield
 
@@ -67,19 +95,20 @@ def prefill_chunk(
     b: PrefillBuffers,
     residual: Residual,
     rows: int,
-    reduce: bool = True,
+    skip: frozenset[str] = frozenset(),
     layers: int | None = None,
     embedded: bool = True,
 ) -> Iterator[None]:
     """Queue the chunk that b.put has uploaded; the residual stream after the last layer is b.h[:rows].
 
-    `rows`: at least the chunk's tokens. `reduce`: False leaves the sums over ranks out, and `layers` all but the first
-    so many layers: to load kernels. `embedded`: False where b.h[:rows] holds what the layers are to take.
+    `rows`: at least the chunk's tokens. `skip`: stages that are left out in every layer, to see what they cost, or to
+    load kernels without ranks that wait; `layers`: only the first so many. `embedded`: False where b.h[:rows] holds
+    what the layers are to take.
     """
     if embedded:
         embed(dev, b.h.view((rows, c.D)), w.embed, b.ids(rows))
     for layer, (k, v, fine) in islice(zip(w.layers, cache.layers, strict=True), layers):
-        yield from prefill_layer(dev, c, layer, k, v, fine, cache.wide, rope, b, rows, residual, reduce)
+        yield from prefill_layer(dev, c, layer, k, v, fine, cache.wide, rope, b, rows, residual, skip)
 
 
 def all_logits(dev: Device, c: ModelConfig, w: Weights, b: PrefillBuffers, h: Buffer, out: Buffer) -> None:

@@ -51,7 +51,7 @@ class Prompt:
         for rank in self._ranks:
             with rank.device.rehearsing():
                 for rows in self.buckets:
-                    level([rank.prefill_chunk(rows, reduce=False, layers=1)])
+                    level([rank.prefill_chunk(rows, skip=frozenset({"reduce"}), layers=1)])
                 rank.choose_first(self.buckets[0])
 
     def bucket(self, tokens: int) -> int:

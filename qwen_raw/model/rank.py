@@ -64,9 +64,9 @@ class Rank:
         return capture.graph
 
     def prefill_chunk(
-        self, rows: int, *, choose: bool = False, reduce: bool = True, layers: int | None = None
+        self, rows: int, *, choose: bool = False, skip: frozenset[str] = frozenset(), layers: int | None = None
     ) -> Iterator[None]:
-        """The chunk that prefill.put has uploaded through the layers. `rows`, `reduce`, `layers`: see prefill_chunk.
+        """The chunk that prefill.put has uploaded through the layers. `rows`, `skip`, `layers`: see prefill_chunk.
 
         `choose`: then choose the id that follows its last token, whose position the sampler must hold.
         """
@@ -79,7 +79,7 @@ class Rank:
             self.prefill,
             self.residual,
             rows,
-            reduce,
+            skip,
             layers,
         )
         if choose:

@@ -13,6 +13,7 @@ from typing import Protocol
 from qwen_raw.comm.measure import INLINE
 from qwen_raw.comm.reduce import Reducer
 from qwen_raw.device import Buffer, Device
+from qwen_raw.kernels.gemm_sm90 import Tokens
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.gemv_exchange import Exchange, GemvExchange, Next
 from qwen_raw.kernels.linear import Linear
@@ -38,8 +39,8 @@ class Residual(Protocol):
         `number`: 0, 1, 2, … in a step, even for O, odd for down; `following`: the next product.
         """
 
-    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
-        """T tokens: queue this rank's A·Wᵀ, A bf16 [T, K], on its way to h f32 [T, D]; `spare`: bf16 [T, D]."""
+    def products(self, gemm: RowProducts, h: Buffer, x: Tokens, w: Linear, spare: Buffer) -> None:
+        """T tokens: queue this rank's x·Wᵀ, x [T, K], on its way to h f32 [T, D]; `spare`: bf16 [T, D]."""
 
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """Queue whatever is still missing until h is complete; `spare` as given to `products`."""
@@ -68,9 +69,9 @@ class Alone:
         """See Residual."""
         gemv.add(self.device, h, x, w, pdl=pdl)
 
-    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+    def products(self, gemm: RowProducts, h: Buffer, x: Tokens, w: Linear, spare: Buffer) -> None:
         """See Residual."""
-        gemm.add(self.device, h, a, w)
+        gemm.add(self.device, h, x, w)
 
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """Nothing is missing."""
@@ -103,9 +104,9 @@ class Summed:
         """See Residual."""
         gemv.store(self.device, self.share, x, w, pdl=pdl)
 
-    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+    def products(self, gemm: RowProducts, h: Buffer, x: Tokens, w: Linear, spare: Buffer) -> None:
         """See Residual."""
-        gemm.store(self.device, spare, a, w)
+        gemm.store(self.device, spare, x, w)
 
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """See Residual."""
@@ -147,9 +148,9 @@ class Inline:
         """See Residual."""
         self.kernels.add(self.end, number, h, x, w, ahead=following.struct(self.end.dev, AHEAD), pdl=pdl)
 
-    def products(self, gemm: RowProducts, h: Buffer, a: Buffer, w: Linear, spare: Buffer) -> None:
+    def products(self, gemm: RowProducts, h: Buffer, x: Tokens, w: Linear, spare: Buffer) -> None:
         """See Residual."""
-        self.summed.products(gemm, h, a, w, spare)
+        self.summed.products(gemm, h, x, w, spare)
 
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """See Residual: of a token nothing is missing."""

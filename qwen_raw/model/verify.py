@@ -15,6 +15,7 @@ from qwen_raw.device import Buffer, Device
 from qwen_raw.kernels.accept import PassBuffers
 from qwen_raw.kernels.attn_decode import Workspace, attn_decode
 from qwen_raw.kernels.embed import embed
+from qwen_raw.kernels.gemm_sm90 import Tokens
 from qwen_raw.kernels.gemv_rows import GemvRows, RowsWorkspace
 from qwen_raw.kernels.gemv_rows_bf16 import GEMV_ROWS as ROWS_BF16
 from qwen_raw.kernels.gemv_rows_fp8 import GEMV_ROWS as ROWS_FP8
@@ -38,13 +39,13 @@ class RowParallel:
     workspace: RowsWorkspace
     pdl: bool
 
-    def add(self, dev: Device, h: Buffer, a: Buffer, w: Linear) -> None:
+    def add(self, dev: Device, h: Buffer, x: Tokens, w: Linear) -> None:
         """See RowProducts."""
-        self.rows.add(dev, h, a, w, self.workspace, pdl=self.pdl)
+        self.rows.add(dev, h, x.values, w, self.workspace, pdl=self.pdl)
 
-    def store(self, dev: Device, y: Buffer, a: Buffer, w: Linear) -> None:
+    def store(self, dev: Device, y: Buffer, x: Tokens, w: Linear) -> None:
         """See RowProducts."""
-        self.rows.store(dev, y, a, w, self.workspace, pdl=self.pdl)
+        self.rows.store(dev, y, x.values, w, self.workspace, pdl=self.pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,11 @@ class RowsVerifier:
             bias, rope, eps = layer.qkv_bias, rank.rope, c.rms_eps
             rows.qkv(dev, q, k, v, h, layer.norm1, layer.qkv, bias, rope, pos, eps, ws, fine=fine, pdl=pdl)
             attn_decode(dev, attn, q, k, v, pos, self.attention, fine=fine, pdl=pdl)
-            residual.products(parallel, h, attn.view((M, c.H * c.HD)), layer.o, share)
+            residual.products(parallel, h, Tokens(attn.view((M, c.H * c.HD))), layer.o, share)
             residual.reduce(h, pdl=pdl, spare=share)
             yield
             rows.swiglu(dev, act, h, layer.norm2, layer.gate, layer.up, eps, ws, pdl=pdl)
-            residual.products(parallel, h, act, layer.down, share)
+            residual.products(parallel, h, Tokens(act), layer.down, share)
             residual.reduce(h, pdl=pdl, spare=share)
             yield
         ROWS_BF16.logits(dev, logits, h, w.norm, w.head, c.rms_eps, ws, pdl=pdl)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from conformance.machines import LIMIT_NS, Array, Machine, Output
 
-from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_bf16
+from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_bf16, f32_to_e4m3
 from qwen_raw.device import F32, U32, U64
 
 # An outcome is (what the machine gave, what NumPy expects); the tolerance is the expectation's.
@@ -305,14 +305,16 @@ def widened(name: str) -> Probe:
     return Probe(name, run)
 
 
-def narrows(name: str, lanes: int, convert: Callable[[Array], Array], widen: Callable[[Array], Array]) -> Probe:
+def narrows(
+    name: str, lanes: int, convert: Callable[[Array], Array], widen: Callable[[Array], Array], bits: type = np.uint16
+) -> Probe:
     """A conversion from float32. Compared as float32, exactly: of a NaN only that it is one."""
 
     def run(machine: Machine, rng: np.random.Generator) -> Outcome:
         x = rng.permutation(floats(rng, 4096))
-        out = machine.dev.zeros((x.size // 2,), U32)
+        out = machine.dev.zeros((x.size * np.dtype(bits).itemsize // 4,), U32)
         machine.run(name, [out, machine.dev.array(x), np.int32(x.size // lanes)])
-        return Output(widen(out.download().view(np.uint16))), Output(widen(convert(x)))
+        return Output(widen(out.download().view(bits))), Output(widen(convert(x)))
 
     return Probe(name, run)
 
@@ -399,6 +401,7 @@ CONVERSIONS = [
     *(widened(name) for name in ("widen_e4m3", "widen_e4m3x4")),
     *(narrows(name, lanes, f32_to_bf16, bf16_to_f32) for name, lanes in (("pack_bf16", 2), ("pack_bf16x8", 8))),
     *(narrows(name, lanes, to_f16, f16_to_f32) for name, lanes in (("pack_f16", 2), ("pack_f16x8", 8))),
+    narrows("pack_e4m3x4", 4, f32_to_e4m3, e4m3_to_f32, np.uint8),
 ]
 REDUCTIONS = [
     reduces("warp_sum", lambda x: lane_tree(x.reshape(-1, 32), np.add).reshape(x.shape)),

@@ -281,6 +281,9 @@ KERNEL(256) void probe_pack_bf16(uint32_t* out, const float* in, int n) {
 KERNEL(256) void probe_pack_f16(uint32_t* out, const float* in, int n) {
   for EACH(i, n) out[i] = pack_f16(in[2 * i], in[2 * i + 1]);
 }
+KERNEL(256) void probe_pack_e4m3x4(uint32_t* out, const float* in, int n) {
+  for EACH(i, n) out[i] = pack_e4m3x4(in[4 * i], in[4 * i + 1], in[4 * i + 2], in[4 * i + 3]);
+}
 #define PROBE_PACK(pack)                                                    \
   KERNEL(256) void probe_##pack(uint4* out, const float* in, int n) {       \
     for EACH(i, n) {                                                        \

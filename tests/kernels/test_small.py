@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from kernel_reference import POISON, assert_close, bf16_input, f16_values, rmsnorm, rmsnorm_f16
 
-from loaders.dtypes import bf16_to_f32, quantize_rows_e4m3
+from loaders.dtypes import bf16_to_f32, e4m3_to_f32, quantize_rows_e4m3
 from loaders.synthetic import synthetic_values as host_bf16
 from loaders.synthetic import synthetic_values_e4m3 as host_e4m3
 from qwen_raw.device import BF16, E4M3, F16, F32, I32
+from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.last_row import last_row
 from qwen_raw.kernels.norm import rmsnorm as device_rmsnorm
-from qwen_raw.kernels.norm import rmsnorm_bf16, rmsnorm_split
-from qwen_raw.kernels.quantize import quantize_rows
+from qwen_raw.kernels.norm import rmsnorm_bf16, rmsnorm_e4m3, rmsnorm_split
+from qwen_raw.kernels.quantize import MOST, quantize_rows, quantize_tokens
 from qwen_raw.kernels.synthetic import Window, synthetic_bf16, synthetic_e4m3
 
 
@@ -46,6 +47,25 @@ def test_rmsnorm_bf16(dev: Any, rng: np.random.Generator) -> None:
     out.fill(POISON)
     rmsnorm_bf16(dev, out, dev.array(h), dev.array(g), 1e-6)
     assert_close(bf16_to_f32(out.download()), rmsnorm(h, G, 1e-6), rel=4e-3, what="out")
+
+
+# One thread alone; a warp and more; several warps whose last threads have less.
+@pytest.mark.parametrize("D", [16, 1040, 3584])
+def test_rmsnorm_e4m3(dev: Any, rng: np.random.Generator, D: int) -> None:
+    """The scale is that of the exact row; a code is one of the two e4m3 around the value, the nearer one."""
+    h = (rng.standard_normal((5, D)) * 10.0 ** rng.uniform(-3, 3, (5, 1))).astype(np.float32)
+    h[3] = 0
+    g, G = bf16_input(rng, D)
+    out, scale = dev.empty((5, D), E4M3), dev.empty((5,), F32)
+    out.fill(POISON), scale.fill(POISON)
+    rmsnorm_e4m3(dev, out, scale, dev.array(h), dev.array(g), 1e-6)
+    want = rmsnorm(h, G, 1e-6)
+    top = np.abs(want).max(1)
+    np.testing.assert_allclose(scale.download(), np.where(top > 0, top / 448, 1), rtol=1e-5)
+    got = e4m3_to_f32(out.download()).astype(np.float64) * scale.download()[:, None]
+    half = np.maximum(np.abs(want) * 2.0**-4, top[:, None] / 448 * 2.0**-10)  # half a step of e4m3
+    assert (np.abs(got - want) <= 1.001 * half).all()
+    assert (np.abs(e4m3_to_f32(out.download())).max(1) == np.where(top > 0, 448, 0)).all()
 
 
 def test_rmsnorm_split_keeps_sixteen_bits(dev: Any, rng: np.random.Generator) -> None:
@@ -90,6 +110,30 @@ def test_quantize_rows_equals_the_host(dev: Any, rng: np.random.Generator) -> No
     want_q, want_scale = quantize_rows_e4m3(values.astype(np.float32))
     np.testing.assert_array_equal(scale.download(), want_scale)
     np.testing.assert_array_equal(q.download(), want_q)
+
+
+@pytest.mark.parametrize("K", [16, 1040, 3584])
+def test_quantize_tokens(dev: Any, rng: np.random.Generator, K: int) -> None:
+    """The host's scales; its codes but where the reciprocal moves a value over a tie. Rows of any size."""
+    a, values = bf16_input(rng, 9, K)
+    a[3], values[3] = 0, 0.0
+    a[4, 5], values[4, 5] = 0x7F7F, bf16_to_f32(np.array([0x7F7F], np.uint16))[0]  # the largest bf16
+    a[5], values[5] = a[5] & 0x80FF, bf16_to_f32(a[5] & 0x80FF)  # smaller than what a reciprocal exists of
+    q, scale = dev.empty((9, K), E4M3), dev.empty((9,), F32)
+    q.fill(POISON), scale.fill(POISON)
+    quantize_tokens(dev, q, scale, dev.array(a))
+    want_q, want_scale = quantize_rows_e4m3(values.astype(np.float32))
+    want_q[5], want_scale[5] = want_q[5] & 0x80, 1.0
+    np.testing.assert_array_equal(scale.download(), want_scale)
+    other = q.download() != want_q
+    assert other.mean() < 0.01
+    near = e4m3_to_f32(q.download())[other] / e4m3_to_f32(want_q)[other]
+    assert ((near > 0.87) & (near < 1.15)).all()
+
+
+def test_a_row_is_one_blocks(dev: Any) -> None:
+    with pytest.raises(QwenRawError, match="a row of 32784 elements: a block holds 32768"):
+        quantize_tokens(dev, dev.empty((1, MOST + 16), E4M3), dev.empty((1,), F32), dev.empty((1, MOST + 16), BF16))
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (33, 40)])
