@@ -41,20 +41,26 @@ quantize_rows_bf16(e4m3* q,        // [N, columns]
 }
 
 constexpr int PACKS = 8;  // of eight elements, that a thread holds
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int TOKEN_BLOCKS = 1;  // a multiprocessor holds: with two the code for sm_100 spills
+#else
+constexpr int TOKEN_BLOCKS = 2;
+#endif
 
-KERNEL_OCC(512, 2) void
+KERNEL_OCC(512, TOKEN_BLOCKS) void
 quantize_tokens_bf16(e4m3* q,        // [T, K]
                      float* scale,   // [T]
                      const bf16* a,  // [T, K]
                      int K) {
   SHARED(float[WARP], scratch);
   const int thread = threadIdx.x, step = blockDim.x;
-  const int64_t row = int64_t(blockIdx.x) * K;
+  const int packs = K / 8 - thread;  // from this thread's first on
+  const uint4* in = reinterpret_cast<const uint4*>(a + int64_t(blockIdx.x) * K) + thread;
   griddep_launch();
   griddep_wait();
   uint4 v[PACKS];
 #pragma unroll
-  for (int k = 0; k < PACKS; k++) v[k] = thread + k * step < K / 8 ? ld_global_v4(a + row + 8 * (thread + k * step)) : make_uint4(0, 0, 0, 0);
+  for (int k = 0; k < PACKS; k++) v[k] = k * step < packs ? ld_global_v4(in + k * step) : make_uint4(0, 0, 0, 0);
   uint32_t high = 0, low = 0;  // magnitudes are ordered as their bits are: no floats that would be kept until they are rounded
 #pragma unroll
   for (int k = 0; k < PACKS; k++) {
@@ -68,13 +74,14 @@ quantize_tokens_bf16(e4m3* q,        // [T, K]
   for (int i = 0; i < step / WARP; i++) top = fmaxf(top, scratch[i]);
   const RowScale by(top);
   if (thread == 0) scale[blockIdx.x] = by.scale(1.f);
+  uint2* out = reinterpret_cast<uint2*>(q + int64_t(blockIdx.x) * K) + thread;
 #pragma unroll
   for (int k = 0; k < PACKS; k++) {
-    if (thread + k * step >= K / 8) break;
+    if (k * step >= packs) break;
     float f[8];
     unpack_bf16(f, v[k]);
 #pragma unroll
     for (int j = 0; j < 8; j++) f[j] *= by.factor;
-    reinterpret_cast<uint2*>(q + row)[thread + k * step] = make_uint2(pack_e4m3x4(f[0], f[1], f[2], f[3]), pack_e4m3x4(f[4], f[5], f[6], f[7]));
+    out[k * step] = make_uint2(pack_e4m3x4(f[0], f[1], f[2], f[3]), pack_e4m3x4(f[4], f[5], f[6], f[7]));
   }
 }
