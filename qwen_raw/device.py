@@ -177,6 +177,12 @@ class Device(Protocol):
         the grid is a multiple of.
         """
 
+    def queue_library(self, queue: Callable[[int], None], buffers: Sequence[Buffer], *, loading: bool = False) -> None:
+        """Let a library queue work: `queue` gets the main stream's handle. `buffers`: all that the work reaches.
+
+        While rehearsing only what is `loading` runs: the library's code is loaded by it, and the work is wasted.
+        """
+
     def owns(self, buffer: Buffer) -> bool:
         """Whether `buffer` is of this device's memory, ordered by its main stream."""
 

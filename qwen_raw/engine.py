@@ -35,6 +35,7 @@ __all__ = ["Completion", "Engine", "SamplingParams", "Speculation", "TextStream"
 DType = Literal["auto", "bf16", "fp8"]
 KVCacheDType = Literal["auto", "bf16", "fp8"]
 Comm = Literal["auto", "host", "flag", "lamport", "twoshot", "inline"]
+Gemm = Literal["auto", "own", "cublaslt"]
 Prompt = str | Sequence[int]
 
 _SUPERSEDED = "this generation was ended by a newer request: an engine runs one at a time, finish one before the next"
@@ -52,6 +53,7 @@ def load(
     comm: str = "auto",
     speculation: Speculation | None = None,
     kv_cache_dtype: str = "auto",
+    gemm: str = "auto",
 ) -> Engine:
     """Load a model and make it ready to generate.
 
@@ -67,6 +69,7 @@ def load(
     devices: numbers of the GPUs, one a rank; by default 0, 1, … A GPU that is named twice has two ranks: for tests.
     comm: how ranks sum a token's shares, a path of qwen_raw/comm/reduce.py; "auto" takes what is fastest.
     speculation: guess several ids and verify them in one pass (docs/speculation.md); on GPUs, or device "sim".
+    gemm: what multiplies prompts: "own" kernels, "cublaslt" where it is installed, "auto" by measured times.
     kv_cache_dtype: "fp8" keeps keys and values as e4m3 (docs/decode.md), in half the memory; "auto" is "bf16".
 
     Raises UsageError for a request that cannot be met, or a model that cannot be run, QwenRawError for a failure on the
@@ -81,6 +84,7 @@ def load(
     _check_choice("device", device, get_args(DeviceName))
     _check_choice("dtype", dtype, get_args(DType))
     _check_choice("comm", comm, get_args(Comm))
+    _check_choice("gemm", gemm, get_args(Gemm))
     _check_choice("kv_cache_dtype", kv_cache_dtype, get_args(KVCacheDType))
     kv: Literal["bf16", "fp8"] = "fp8" if kv_cache_dtype == "fp8" else "bf16"
     if speculation is not None and not isinstance(speculation, Speculation):
@@ -98,7 +102,7 @@ def load(
     draft = None if speculation is None else _draft(speculation, tokenizer)
     placement = place(cast(DeviceName, device), ranks, gpus)
     text_vocab = min(tokenizer.vocab_size, checkpoint.config.V)
-    runner = _runner(placement, checkpoint, held, length, text_vocab, progress, comm, speculation, draft, kv)
+    runner = _runner(placement, checkpoint, held, length, text_vocab, progress, comm, speculation, draft, kv, gemm)
     return Engine(
         runner,
         checkpoint,
@@ -308,6 +312,7 @@ def _runner(
     speculation: Speculation | None,
     draft: Checkpoint | None,
     kv: Literal["bf16", "fp8"],
+    gemm: str,
 ) -> Runner:
     """Move the weights to where they will be used. Devices whose runner cannot be made are closed."""
     if not placement.devices:
@@ -315,6 +320,8 @@ def _runner(
             raise UsageError(
                 "speculation needs a GPU, or --device sim, which simulates its kernels: device cpu computes in NumPy"
             )
+        if gemm == "cublaslt":
+            raise UsageError("gemm cublaslt needs a GPU: device cpu computes in NumPy")
         return ReferenceRunner(
             checkpoint, dtype=dtype, max_model_len=max_model_len, text_vocab=text_vocab, kv=kv, progress=progress
         )
@@ -337,6 +344,7 @@ def _runner(
                 progress=progress,
                 comm=comm,
                 kv=kv,
+                gemm=gemm,
             )
         return DeviceRunner(
             placement.devices,
@@ -347,6 +355,7 @@ def _runner(
             progress=progress,
             comm=comm,
             kv=kv,
+            gemm=gemm,
         )
     except BaseException:
         with suppress(QwenRawError):  # what failed fails again on closing

@@ -140,6 +140,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="how ranks sum their shares of a token (docs/tp.md); auto: what is fastest",
     )
     group.add_argument(
+        "--gemm",
+        choices=("auto", "own", "cublaslt"),
+        default="auto",
+        help="what multiplies prompts (docs/prefill.md); auto: cuBLASLt where it is installed and measured as faster",
+    )
+    group.add_argument(
         "-c",
         "--max-model-len",
         "--ctx-size",

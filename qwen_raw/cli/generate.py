@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
             devices=args.devices,
             comm=args.comm,
+            gemm=args.gemm,
             speculation=guessing,
             kv_cache_dtype=args.kv_cache_dtype,
         )

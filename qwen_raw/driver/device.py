@@ -237,6 +237,20 @@ class CudaDevice:
         if elsewhere and buffer.context.ordinal not in self._peers:
             raise QwenRawError(f"{kernel.name} on GPU {self.ordinal} was given {buffer!r}: enable peer access first")
 
+    def queue_library(self, queue: Callable[[int], None], buffers: Sequence[Buffer], *, loading: bool = False) -> None:
+        """See Device."""
+        if self._rehearsing and not loading:
+            return
+        if loading:
+            self.context.not_capturing("loading a library's code")
+        owned = [buffer for buffer in buffers if isinstance(buffer, CudaBuffer)]
+        for buffer in owned:
+            buffer.require_alive()
+        self.context.use()
+        queue(int(self.stream.handle))
+        if self.context.captured is not None:
+            self.context.keep(*(buffer.owner for buffer in owned))
+
     def owns(self, buffer: Buffer) -> bool:
         """Whether `buffer` is of this device's memory, ordered by its main stream."""
         return isinstance(buffer, CudaBuffer) and buffer.stream is self.stream

@@ -26,6 +26,7 @@ from qwen_raw.generation.speculation import PassCounts
 from qwen_raw.kernels.sample import BAD_ID, SLOTS
 from qwen_raw.model.assembly import LIMIT_NS, assemble, describe, free_bytes
 from qwen_raw.model.decode import DEFAULT, StepOptions, level
+from qwen_raw.model.gemm_choice import choose_gemm
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.rank import Rank
@@ -84,11 +85,13 @@ class DeviceRunner:
         limit_ns: int = LIMIT_NS,
         spare: int = 0,
         kv: str = "bf16",
+        gemm: str = "auto",
     ) -> None:
         """`devices`: one, or one a rank. `owns_device`: close() closes them too. `comm`, `limit_ns`: see `assemble`.
 
         `spare`: positions of the cache beyond max_model_len, for tokens that are verified together and thrown away.
-        `kv`: type of the KV cache, "bf16" or "fp8". Raises QwenRawError where the model does not fit.
+        `kv`: type of the KV cache, "bf16" or "fp8". `gemm`: what multiplies
+        prompts (qwen_raw/model/gemm_choice.py). Raises QwenRawError where the model does not fit.
         """
         self.devices = tuple(devices) if isinstance(devices, Sequence) else (devices,)
         self.config = checkpoint.config
@@ -100,9 +103,10 @@ class DeviceRunner:
         self.kv_dtype = kv
         before = free_bytes(self.devices)
         self._few = max(1, spare)  # tokens whose shares are summed as one token's are
-        self.ranks = self._assemble(
+        ranks = self._assemble(
             checkpoint, dtype == "fp8", max_model_len + spare, comm=comm, limit_ns=limit_ns, progress=progress
         )
+        self.ranks: Sequence[Rank] = [choose_gemm(rank, gemm) for rank in ranks]
         self.bytes_per_token = sum(rank.weights.bytes_per_token for rank in self._decoding)
         self.kv_bytes_per_token = sum(rank.shard.local.kv_bytes_per_token(kv) for rank in self._decoding)
         self._launched = 0  # ids that all steps ever queued will have posted

@@ -229,6 +229,17 @@ class SimDevice:
         )
         self._queue(lambda: self.world.launch(prepared))
 
+    def queue_library(self, queue: Callable[[int], None], buffers: Sequence[Buffer], *, loading: bool = False) -> None:
+        """See Device: the library works on the host's memory, when all that was queued before has finished."""
+        if loading:
+            self.not_capturing("loading a library's code")
+
+        def run() -> None:
+            self.world.wait(self.rank)
+            queue(0)
+
+        self._queue(run)
+
     def owns(self, buffer: Buffer) -> bool:
         """Whether `buffer` is of this device's memory."""
         return isinstance(buffer, SimBuffer) and buffer.device is self
