@@ -67,7 +67,12 @@ def check_models(specs: Sequence[str], ranks: int = 1, lengths: Sequence[int] = 
 
 
 def open_runner(
-    devices: Sequence[CudaDevice], spec: str, length: int, comm: str = "auto", kv: str = "bf16"
+    devices: Sequence[CudaDevice],
+    spec: str,
+    length: int,
+    comm: str = "auto",
+    kv: str = "bf16",
+    gemm: str = "auto",
 ) -> DeviceRunner:
     """The model split over the devices, with room for `length` positions."""
     model, dtype = split_spec(spec)
@@ -76,7 +81,7 @@ def open_runner(
     degree(len(devices), None, config, fp8=dtype == "fp8")
     return DeviceRunner(
         devices, checkpoint, dtype=dtype, max_model_len=min(length, config.max_position), text_vocab=config.V,
-        owns_device=False, comm=comm, kv=kv,
+        owns_device=False, comm=comm, kv=kv, gemm=gemm,
     )  # fmt: skip
 
 

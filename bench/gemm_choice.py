@@ -4,7 +4,8 @@
 
 Ours with its epilogue; cuBLASLt's with what it needs behind it: bias, RoPE and cache for Q, K and V, SwiGLU for gate
 and up; h += is its own, and so are the scales of e4m3. Both over enough copies of the weights to leave the L2 behind,
-in turns. `--table` also writes the times to qwen_raw/kernels/gemm_winners.json, beside those of shapes not measured now.
+in turns. `--table` also writes the times to qwen_raw/kernels/gemm_winners.json, beside those of shapes that were not
+measured now.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from bench.common import command, environment, result_arguments, save
+from bench.common import check_shares, command, environment, result_arguments, save
 from bench.gemm import Case, graphs_us, make_case, make_weights, shapes
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, positive
@@ -96,6 +97,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help=f"write {TABLE.name} too")
     result_arguments(parser, "gemm_choice.json")
     a = parser.parse_args()
+    check_shares(a.model, a.tp, fp8="fp8" in a.dtype)
     dev = CudaDevice(0)
     lt = CublasLt.create(dev, load_library())
     env = environment(dev, a.commit) | {"cublaslt": version_text(version(lt.lib))}

@@ -1,7 +1,7 @@
 """Time to the first token: from the call with the prompt's ids to the first id on the host. Tokenisation is excluded.
 
     python -m bench.prefill [--model SPEC[:DTYPE] …] [--prompt N …] [--repeats 7]
-                            [--tp N] [--devices N,N,…] [--comm PATH]
+                            [--tp N] [--devices N,N,…] [--comm PATH] [--gemm own]
 
 The call is the engine's own `generate`: the ids' upload, prefill of all chunks, the LM head on the last row, the choice
 of an id, and a few decode steps queued behind it; the clock stops when the first id is read from the ring. Random ids,
@@ -27,6 +27,7 @@ from bench.common import command, environment, open_gpus, quoted, ranks_of, resu
 from bench.decode import COMMS, check_models, open_runner, split_spec
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
+from qwen_raw.model.gemm_choice import GEMM
 from qwen_raw.model.runner import DeviceRunner
 
 DEFAULT = ["random:7b:bf16", "random:7b:fp8"]
@@ -64,11 +65,11 @@ def padded(runner: DeviceRunner, tokens: int) -> str:
 
 
 def measure(
-    devices: Sequence[CudaDevice], spec: str, comm: str, prompts: list[int], repeats: int
+    devices: Sequence[CudaDevice], spec: str, comm: str, prompts: list[int], repeats: int, gemm: str = "auto"
 ) -> list[dict[str, Any]]:
     """One row a prompt length."""
     model, dtype = split_spec(spec)
-    runner = open_runner(devices, spec, max(prompts) + TOKENS, comm)
+    runner = open_runner(devices, spec, max(prompts) + TOKENS, comm, gemm=gemm)
     rng, rows = np.random.default_rng(1), []
     for tokens in prompts:
         if tokens + TOKENS > runner.max_model_len:
@@ -79,7 +80,8 @@ def measure(
         samples, waits = zip(*(first_token_ms(runner, ids) for _ in range(repeats)), strict=True)
         ms = median(samples)
         row: dict[str, Any] = {
-            "model": model, "dtype": dtype, "tp": len(devices), "devices": [dev.ordinal for dev in devices],
+            "model": model, "dtype": dtype, "tp": len(devices), "gemm": gemm,
+            "devices": [dev.ordinal for dev in devices],
             "prompt": tokens, "rows": padded(runner, tokens), "repeats": repeats, "ttft_ms": ms,
             "spread": (max(samples) - min(samples)) / ms, "tok_s": tokens / ms * 1e3,
             "tflop_s": 2e-9 * tokens * runner.config.linear_params() / ms, "host_syncs": max(waits),
@@ -114,6 +116,7 @@ def main() -> int:
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
     parser.add_argument("--comm", default="auto", choices=COMMS, help="path of the sums over ranks")
+    parser.add_argument("--gemm", default="auto", choices=GEMM, help="what multiplies")
     result_arguments(parser, "prefill.json, or prefill_tpN.json")
     a = parser.parse_args()
     prompts, ranks = a.prompt or PROMPTS, ranks_of(a.tp, a.devices)
@@ -124,7 +127,7 @@ def main() -> int:
         print(heads.format(*COLUMNS))
         rows = []
         for spec in a.model or DEFAULT:
-            rows += measure(devices, spec, a.comm, prompts, a.repeats)
+            rows += measure(devices, spec, a.comm, prompts, a.repeats, a.gemm)
         variant = f"tp{len(devices)}" if len(devices) > 1 else ""
         path = save("prefill", environment(devices[0], a.commit), rows, a.output, variant)
         print(f"# written: {path.name}")

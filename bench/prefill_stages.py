@@ -1,7 +1,7 @@
 """Where a prompt's time goes: its time less its time without one stage, and each stage alone, layer after layer.
 
     python -m bench.prefill_stages [--model SPEC[:DTYPE] …] [--prompt N …] [--repeats 5]
-                                   [--tp N] [--devices N,N,…] [--comm PATH]
+                                   [--tp N] [--devices N,N,…] [--comm PATH] [--gemm own]
 
 `prompt` is one chunk through all layers as one graph; the LM head on the last row is another. `left out` is what the
 graph saves without the stage, in every layer; `alone` is a graph of nothing but the stage. The first sees what
@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import command, environment, open_gpus, read_ceiling, result_arguments, save, time_in_turns
-from bench.decode import open_runner, split_spec
+from bench.common import command, environment, open_gpus, ranks_of, read_ceiling, result_arguments, save, time_in_turns
+from bench.decode import COMMS, check_models, open_runner, split_spec
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.device import Graph
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.kernels.last_row import last_row
 from qwen_raw.model.decode import lm_head
+from qwen_raw.model.gemm_choice import GEMM
 from qwen_raw.model.prefill import STAGES
 from qwen_raw.model.rank import Rank
 from qwen_raw.model.runner import DeviceRunner
@@ -74,16 +75,22 @@ def work(rank: Rank, stage: str, rows: int) -> dict[str, float]:
 
 
 def measure(
-    devices: Sequence[CudaDevice], spec: str, comm: str, prompts: Sequence[int], repeats: int, ceiling: float
+    devices: Sequence[CudaDevice],
+    spec: str,
+    comm: str,
+    prompts: Sequence[int],
+    repeats: int,
+    ceiling: float,
+    gemm: str = "auto",
 ) -> list[dict[str, Any]]:
     """One row for each prompt and each of its stages."""
     model, dtype = split_spec(spec)
-    runner = open_runner(devices, spec, max(prompts) + 1, comm)
+    runner = open_runner(devices, spec, max(prompts) + 1, comm, gemm=gemm)
     rows = []
     for tokens in prompts:
         if tokens > runner.prompt.buckets[-1] or tokens > runner.max_model_len:
             continue
-        common = {"model": model, "dtype": dtype, "tp": len(devices), "comm": comm, "prompt": tokens}
+        common = {"model": model, "dtype": dtype, "tp": len(devices), "comm": comm, "gemm": gemm, "prompt": tokens}
         times = measure_prompt(devices, runner, tokens, repeats)
         rows += [common | row for row in table(runner, tokens, times, ceiling)]
     runner.close()
@@ -168,16 +175,19 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
-    parser.add_argument("--comm", default="auto", help="path of the sums over ranks, but host")
+    comms = [path for path in COMMS if path != "host"]
+    parser.add_argument("--comm", default="auto", choices=comms, help="path of the sums over ranks")
+    parser.add_argument("--gemm", default="auto", choices=GEMM, help="what multiplies")
     result_arguments(parser, "prefill_stages.json, or prefill_stages_tpN.json")
     a = parser.parse_args()
+    check_models(a.model or DEFAULT, len(ranks_of(a.tp, a.devices)), [n + 1 for n in a.prompt])
     with open_gpus(a.tp, a.devices) as devices:
         ceiling = read_ceiling(devices[0])
         print(f"# {devices[0].name}, {devices[0].driver}; reads reach {ceiling / 1e12:.2f} TB/s")
         rows = []
         for spec in a.model or DEFAULT:
             print(f"# {spec}, {len(devices)} ranks")
-            rows += measure(devices, spec, a.comm, a.prompt, a.repeats, ceiling)
+            rows += measure(devices, spec, a.comm, a.prompt, a.repeats, ceiling, a.gemm)
         variant = f"tp{len(devices)}" if len(devices) > 1 else ""
         path = save("prefill_stages", environment(devices[0], a.commit), rows, a.output, variant)
         print(f"# written: {path.name}")

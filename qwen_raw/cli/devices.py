@@ -13,6 +13,7 @@ from qwen_raw.comm.topology import Link, links
 from qwen_raw.driver.device import MINIMUM_CAPABILITY, CudaDevice
 from qwen_raw.driver.probe import Gpu, Machine, probe
 from qwen_raw.errors import QwenRawError
+from qwen_raw.kernels.cublaslt import load_library, version, version_text
 from qwen_raw.kernels.peers import MAX_RANKS
 from qwen_raw.observe.machine import cpu_cores, cpu_name
 from qwen_raw.simt.toolchain import cuda_headers, find_compiler
@@ -32,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     machine = probe()
     pairs, sums, untried = _links(machine)
     compiler, problem = _simulator()
+    library, missing = _cublaslt()
     if args.json:
         cpu = {"name": cpu_name(), "cores": cpu_cores()}
         report = asdict(machine)
@@ -39,7 +41,12 @@ def run(args: argparse.Namespace) -> int:
         report["links"] = [asdict(link.path) | {"problem": link.problem} for link in pairs]
         report["links_not_tried_because"] = untried
         report["sums"] = None if sums is None else asdict(sums) | {"us": dict(sums.us), "fastest": sums.fastest}
-        print(json.dumps(report | {"cpu": cpu, "sim": {"compiler": compiler, "problem": problem}}))
+        report |= {
+            "cublaslt": {"version": library, "problem": missing},
+            "cpu": cpu,
+            "sim": {"compiler": compiler, "problem": problem},
+        }
+        print(json.dumps(report))
         return 0
     for gpu in machine.gpus:
         print(_line(machine, gpu))
@@ -49,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"link    not tried: {untried}")
     if sums is not None:
         print(f"sums    {sums.line()}")
+    if machine.gpus:
+        print(f"gemm    our kernels · {'none: ' + missing if missing else f'cuBLASLt {library}'}")
     if machine.problem is not None:
         print(f"cuda    none: {machine.problem}")
     print(f"cpu     {cpu_name()} · {cpu_cores()} cores · NumPy reference")
@@ -64,6 +73,14 @@ def _simulator() -> tuple[str | None, str | None]:
     except QwenRawError as error:
         return None, str(error)
     return compiler.version, None
+
+
+def _cublaslt() -> tuple[str | None, str | None]:
+    """(its version, why it is not there): it may take the place of our kernels for prompts (--gemm)."""
+    try:
+        return version_text(version(load_library())), None
+    except QwenRawError as error:
+        return None, str(error)
 
 
 def _links(machine: Machine) -> tuple[list[Link], Measured | None, str | None]:

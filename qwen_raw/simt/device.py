@@ -124,6 +124,7 @@ class SimDevice:
         self.smem_per_block = SMEM_PER_BLOCK
         self.host_syncs = 0
         self._captured: list[Callable[[], None]] | None = None
+        self._rehearsing = False
         self._when_queued: list[Callable[[], None]] = []  # of what is being captured
         self.capturing: object | None = None  # see Device
 
@@ -231,13 +232,17 @@ class SimDevice:
 
     def queue_library(self, queue: Callable[[int], None], buffers: Sequence[Buffer], *, loading: bool = False) -> None:
         """See Device: the library works on the host's memory, when all that was queued before has finished."""
-        if loading:
-            self.not_capturing("loading a library's code")
 
         def run() -> None:
             self.world.wait(self.rank)
             queue(0)
 
+        if self._rehearsing:
+            if loading:
+                run()
+            return
+        if loading:
+            self.not_capturing("loading a library's code")
         self._queue(run)
 
     def owns(self, buffer: Buffer) -> bool:
@@ -280,7 +285,11 @@ class SimDevice:
     def rehearsing(self) -> Iterator[None]:
         """Launches of the block are checked and their kernels loaded, but none is queued; not during a capture."""
         with self._capturing():  # and the graph forgotten
-            yield
+            self._rehearsing = True
+            try:
+                yield
+            finally:
+                self._rehearsing = False
 
     def queueing(self) -> AbstractContextManager[None]:
         """What the block queues starts at its end, on all ranks of the world; the host cannot wait inside."""

@@ -196,6 +196,7 @@ def test_devices(cli: Callable[..., Any]) -> None:
     assert [line.split()[0] for line in ran.out.splitlines()][-2:] == ["cpu", "sim"] and "cuda" in ran.out
     report = json.loads(cli("devices", "--json").out)
     assert report["cpu"]["cores"] >= 1
+    assert (report["cublaslt"]["version"] is None) == (report["cublaslt"]["problem"] is not None)
     assert bool(report["gpus"]) == (report["no_gpu_because"] is None)
     assert (report["sim"]["compiler"] is None) == (report["sim"]["problem"] is not None)
 

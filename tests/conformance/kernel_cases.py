@@ -29,8 +29,10 @@ from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
 from qwen_raw.kernels.kv_fold import kv_fold, kv_norms
 from qwen_raw.kernels.last_row import last_row
 from qwen_raw.kernels.norm import rmsnorm, rmsnorm_bf16, rmsnorm_e4m3, rmsnorm_split
+from qwen_raw.kernels.qkv_finish import qkv_finish
 from qwen_raw.kernels.quantize import quantize_rows, quantize_tokens
 from qwen_raw.kernels.sample import Sampler, sample
+from qwen_raw.kernels.swiglu import swiglu
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 Outputs = dict[str, Output]
@@ -232,6 +234,25 @@ def run_kv_norms(fp8: bool) -> Callable[[Machine, np.random.Generator], Outputs]
         return {"norms": Output(norms.download(), 2.0**-20 * norms.download().astype(np.float64))}
 
     return run
+
+
+def run_qkv_finish(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """One rotation in fp32, which a GPU contracts, rounded to bf16; v has a sum alone: every bit."""
+    dev, T, H, KV, HD = machine.dev, 3, 2, 1, 64
+    y, bias = dev.array(bf16_input(rng, T, (H + 2 * KV) * HD)[0]), dev.array(fp32(rng, (H + 2 * KV) * HD))
+    q, k, v = dev.zeros((T, H, HD), BF16), dev.zeros((KV, 8, HD), BF16), dev.zeros((KV, 8, HD), BF16)
+    span = dev.array(np.array([4, T - 1], np.int32))
+    qkv_finish(dev, q, k, v, y, bias, dev.array(rotary(rng, 8, HD)), span)
+    slack = 2.0**-20
+    return {"q": rounded(q.download(), slack), "k": rounded(k.download(), slack), "v": exact(v.download())}
+
+
+def run_swiglu(machine: Machine, rng: np.random.Generator) -> Outputs:
+    """ex2 and a reciprocal, approximate on a GPU, then one rounding."""
+    dev = machine.dev
+    (g, _), (u, _), act = bf16_input(rng, 5, 1032), bf16_input(rng, 5, 1032), dev.zeros((5, 1032), BF16)
+    swiglu(dev, act, dev.array(g), dev.array(u))
+    return {"act": rounded(act.download())}
 
 
 def run_kv_fold(machine: Machine, rng: np.random.Generator) -> Outputs:
@@ -446,6 +467,8 @@ def all_cases() -> list[Case]:
         Case("last_row_f32", run_last_row),
         Case("quantize_rows_bf16", run_quantize),
         Case("quantize_tokens_bf16", run_quantize_tokens),
+        Case("qkv_finish_bf16", run_qkv_finish),
+        Case("swiglu_bf16", run_swiglu),
         Case("kv_norms_bf16", run_kv_norms(False)),
         Case("kv_norms_fp8", run_kv_norms(True)),
         Case("kv_fold_bf16", run_kv_fold),
