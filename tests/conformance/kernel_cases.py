@@ -16,7 +16,7 @@ import numpy as np
 from conformance.machines import Array, Machine, Output
 from kernel_reference import bf16_input, f16_input, make_linear, silu
 
-from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f16_to_f32
+from loaders.dtypes import bf16_to_f32, f16_to_f32
 from qwen_raw.device import BF16, E4M3, F16, F32, I32, Buffer
 from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin, accept_step
 from qwen_raw.kernels.bandwidth import read_all
@@ -28,11 +28,9 @@ from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
 from qwen_raw.kernels.gemv_fp8 import GEMV as GEMV_FP8
 from qwen_raw.kernels.kv_fold import kv_fold, kv_norms
 from qwen_raw.kernels.last_row import last_row
-from qwen_raw.kernels.norm import rmsnorm, rmsnorm_bf16, rmsnorm_e4m3, rmsnorm_split
-from qwen_raw.kernels.qkv_finish import qkv_finish
-from qwen_raw.kernels.quantize import quantize_rows, quantize_tokens
+from qwen_raw.kernels.norm import rmsnorm, rmsnorm_bf16, rmsnorm_split
+from qwen_raw.kernels.quantize import quantize_rows
 from qwen_raw.kernels.sample import Sampler, sample
-from qwen_raw.kernels.swiglu import swiglu
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 Outputs = dict[str, Output]
@@ -236,25 +234,6 @@ def run_kv_norms(fp8: bool) -> Callable[[Machine, np.random.Generator], Outputs]
     return run
 
 
-def run_qkv_finish(machine: Machine, rng: np.random.Generator) -> Outputs:
-    """One rotation in fp32, which a GPU contracts, rounded to bf16; v has a sum alone: every bit."""
-    dev, T, H, KV, HD = machine.dev, 3, 2, 1, 64
-    y, bias = dev.array(bf16_input(rng, T, (H + 2 * KV) * HD)[0]), dev.array(fp32(rng, (H + 2 * KV) * HD))
-    q, k, v = dev.zeros((T, H, HD), BF16), dev.zeros((KV, 8, HD), BF16), dev.zeros((KV, 8, HD), BF16)
-    span = dev.array(np.array([4, T - 1], np.int32))
-    qkv_finish(dev, q, k, v, y, bias, dev.array(rotary(rng, 8, HD)), span)
-    slack = 2.0**-20
-    return {"q": rounded(q.download(), slack), "k": rounded(k.download(), slack), "v": exact(v.download())}
-
-
-def run_swiglu(machine: Machine, rng: np.random.Generator) -> Outputs:
-    """ex2 and a reciprocal, approximate on a GPU, then one rounding."""
-    dev = machine.dev
-    (g, _), (u, _), act = bf16_input(rng, 5, 1032), bf16_input(rng, 5, 1032), dev.zeros((5, 1032), BF16)
-    swiglu(dev, act, dev.array(g), dev.array(u))
-    return {"act": rounded(act.download())}
-
-
 def run_kv_fold(machine: Machine, rng: np.random.Generator) -> Outputs:
     w, _ = make_linear(machine.dev, rng, 7, 2064, False)
     kv_fold(machine.dev, w, fp32(rng, 7))
@@ -267,15 +246,6 @@ def run_quantize(machine: Machine, rng: np.random.Generator) -> Outputs:
     w[3] = 0
     q, scale = dev.zeros((9, 272), E4M3), dev.zeros((9,), F32)
     quantize_rows(dev, q, scale, dev.array(w))
-    return {"q": exact(q.download()), "scale": exact(scale.download())}
-
-
-def run_quantize_tokens(machine: Machine, rng: np.random.Generator) -> Outputs:
-    """Maxima, IEEE divisions and single multiplications: every bit."""
-    dev, (a, _) = machine.dev, bf16_input(rng, 9, 1040)
-    a[3] = 0
-    q, scale = dev.zeros((9, 1040), E4M3), dev.zeros((9,), F32)
-    quantize_tokens(dev, q, scale, dev.array(a))
     return {"q": exact(q.download()), "scale": exact(scale.download())}
 
 
@@ -306,16 +276,6 @@ def run_rmsnorm_bf16(machine: Machine, rng: np.random.Generator) -> Outputs:
     out = dev.zeros((5, 2048), BF16)
     rmsnorm_bf16(dev, out, h, g, EPS)
     return {"out": rounded(out.download())}
-
-
-def run_rmsnorm_e4m3(machine: Machine, rng: np.random.Generator) -> Outputs:
-    """Codes do not depend on the row's rms at all: every one; the scale on rsqrtf."""
-    dev = machine.dev
-    h, g = dev.array(fp32(rng, 5, 2048)), dev.array(bf16_input(rng, 2048)[0])
-    out, scale = dev.zeros((5, 2048), E4M3), dev.zeros((5,), F32)
-    rmsnorm_e4m3(dev, out, scale, h, g, EPS)
-    scales = scale.download()
-    return {"codes": exact(e4m3_to_f32(out.download())), "scale": Output(scales, 2.0**-20 * scales.astype(np.float64))}
 
 
 def run_rmsnorm_split(machine: Machine, rng: np.random.Generator) -> Outputs:
@@ -466,9 +426,6 @@ def all_cases() -> list[Case]:
         Case("embed_bf16", run_embed),
         Case("last_row_f32", run_last_row),
         Case("quantize_rows_bf16", run_quantize),
-        Case("quantize_tokens_bf16", run_quantize_tokens),
-        Case("qkv_finish_bf16", run_qkv_finish),
-        Case("swiglu_bf16", run_swiglu),
         Case("kv_norms_bf16", run_kv_norms(False)),
         Case("kv_norms_fp8", run_kv_norms(True)),
         Case("kv_fold_bf16", run_kv_fold),
@@ -476,7 +433,6 @@ def all_cases() -> list[Case]:
         Case("synthetic_e4m3", run_synthetic_e4m3),
         Case("rmsnorm_f32", run_rmsnorm),
         Case("rmsnorm_bf16", run_rmsnorm_bf16),
-        Case("rmsnorm_e4m3", run_rmsnorm_e4m3),
         Case("rmsnorm_split_f32", run_rmsnorm_split),
         Case("sample_f32", run_sample),
         Case("draft_row", run_draft_row),
