@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--model", nargs="+", default=["7b", "72b"], choices=list(SIZES))
     parser.add_argument("--tp", nargs="+", type=positive, default=[1, 2])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
-    parser.add_argument("--tokens", nargs="+", type=positive, default=[16, 64, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[16, 64, 128, 512, 2048])
     parser.add_argument("--table", action="store_true", help=f"write {TABLE.name} too")
     result_arguments(parser, "gemm_choice.json")
     a = parser.parse_args()

@@ -95,7 +95,8 @@ class CublasLt:
     lib: Any
     handle: c_void_p
     workspace: Buffer
-    plans: dict[Shape, Plan] = field(default_factory=dict)
+    plans: dict[Shape, Plan | None] = field(default_factory=dict)  # None: it has no algorithm
+    loaded: set[Shape] = field(default_factory=set)  # that have run
 
     @staticmethod
     def create(dev: Device, lib: Any) -> CublasLt:
@@ -108,6 +109,12 @@ class CublasLt:
     def takes_fp8(self) -> bool:
         """Whether it can multiply e4m3 with one scale a row."""
         return version(self.lib) >= ROW_SCALES
+
+    def has(self, shape: Shape) -> bool:
+        """Whether it can compute this at all. Asked for the first time, not during a capture."""
+        if shape not in self.plans:
+            self.dev.queue_library(lambda _: self._choose(shape), [], loading=True)
+        return self.plans[shape] is not None
 
     def add(self, h: Buffer, x: Tokens, w: Linear) -> None:
         """h f32 [T, N] += x·Wᵀ."""
@@ -131,10 +138,12 @@ class CublasLt:
             check_buffer(x.scale, (T,), F32, "the tokens' scale")
             buffers += [x.scale, w.scale]
         shape = Shape(fp8, add, T, w.N, K)
-        new = shape not in self.plans
+        if not self.has(shape):
+            raise QwenRawError(f"cuBLASLt has no algorithm for {shape}: gemm own has")
+        plan, new = self.plans[shape], shape not in self.loaded
+        assert plan is not None
 
         def queue(stream: int) -> None:
-            plan = self._plan(shape)
             if w.scale is not None and x.scale is not None:
                 self._attribute(plan.desc, DESC_A_SCALE, c_void_p(w.scale.ptr))
                 self._attribute(plan.desc, DESC_B_SCALE, c_void_p(x.scale.ptr))
@@ -159,11 +168,10 @@ class CublasLt:
             )
 
         self.dev.queue_library(queue, buffers, loading=new)
+        self.loaded.add(shape)
 
-    def _plan(self, shape: Shape) -> Plan:
+    def _choose(self, shape: Shape) -> None:
         """The heuristics' first choice. Column-major for cuBLASLt: out [N, T] = Wᵀ [K, N]ᵀ · x [K, T]."""
-        if shape in self.plans:
-            return self.plans[shape]
         desc, pref = c_void_p(), c_void_p()
         self._call("cublasLtMatmulDescCreate", byref(desc), COMPUTE_32F, R_32F)
         self._attribute(desc, DESC_TRANSA, c_int(OP_T))
@@ -184,10 +192,7 @@ class CublasLt:
         asked = [self.handle, desc, weights, tokens, out, out, pref, 1, byref(found), byref(count)]
         status = self.lib.cublasLtMatmulAlgoGetHeuristic(*asked)
         self._call("cublasLtMatmulPreferenceDestroy", pref)
-        if status or count.value < 1:
-            raise QwenRawError(f"cuBLASLt has no algorithm for {shape} (status {status}): gemm own has")
-        self.plans[shape] = Plan(desc, weights, tokens, out, found)
-        return self.plans[shape]
+        self.plans[shape] = None if status or count.value < 1 else Plan(desc, weights, tokens, out, found)
 
     def _layout(self, kind: int, rows: int, columns: int) -> c_void_p:
         layout = c_void_p()

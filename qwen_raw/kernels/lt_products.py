@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, Buffer, Device
 from qwen_raw.errors import require
-from qwen_raw.kernels.cublaslt import CublasLt
+from qwen_raw.kernels.cublaslt import CublasLt, Shape
 from qwen_raw.kernels.gemm_sm90 import Tokens
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.qkv_finish import qkv_finish
@@ -26,6 +26,7 @@ from qwen_raw.kernels.swiglu import swiglu
 if TYPE_CHECKING:
     from qwen_raw.kernels.products import Products, Sm90Products
 
+MARGIN = 0.97  # of our time: where cuBLASLt takes more, it is not worth loading
 TABLE = Path(__file__).with_name("gemm_winners.json")
 Takes = Callable[[str, int, int, int], bool]  # (operation, T, N, K): whether cuBLASLt computes it
 
@@ -42,7 +43,7 @@ def by_table(fp8: bool) -> Takes:
     times: dict[tuple[str, int, int], list[tuple[int, bool]]] = {}
     for row in table()["rows"]:
         if row["dtype"] == ("fp8" if fp8 else "bf16"):
-            faster = row["cublaslt_us"] is not None and row["cublaslt_us"] < row["own_us"]
+            faster = row["cublaslt_us"] is not None and row["cublaslt_us"] < MARGIN * row["own_us"]
             times.setdefault((row["op"], row["N"], row["K"]), []).append((row["tokens"], faster))
 
     def takes(op: str, T: int, N: int, K: int) -> bool:
@@ -76,18 +77,28 @@ def chosen(takes: Takes, c: ModelConfig, rows: int) -> dict[str, tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class LtProducts:
-    """`own` where `takes` says so; else cuBLASLt."""
+    """cuBLASLt where `takes` says so and it has an algorithm, which it must if `strict`; else `own`."""
 
     own: Sm90Products
     lt: CublasLt
     takes: Takes
     wide: Buffer  # bf16: what a kernel behind a product reads
+    strict: bool = True
 
     @staticmethod
-    def create(dev: Device, own: Sm90Products, lt: CublasLt, takes: Takes, c: ModelConfig, rows: int) -> LtProducts:
+    def create(
+        dev: Device, own: Sm90Products, lt: CublasLt, takes: Takes, c: ModelConfig, rows: int, *, strict: bool
+    ) -> LtProducts:
         """For up to `rows` rows of a rank."""
         behind = [N for name, (N, _) in chosen(takes, c, rows).items() if name in ("qkv", "swiglu")]
-        return LtProducts(own, lt, takes, dev.empty((rows * max(behind, default=0) or 1,), BF16))
+        return LtProducts(own, lt, takes, dev.empty((rows * max(behind, default=0) or 1,), BF16), strict)
+
+    def _theirs(self, op: str, x: Tokens, w: Linear, parts: int = 1) -> bool:
+        """Whether cuBLASLt computes this; `parts`: products of w's shape."""
+        T = x.values.shape[0]
+        if not self.takes(op, T, parts * w.N, w.K):
+            return False
+        return self.strict or self.lt.has(Shape(w.scale is not None, op == "add", T, w.N, w.K))
 
     def unquantised(self) -> Products:
         """See Products."""
@@ -120,7 +131,7 @@ class LtProducts:
     ) -> None:
         """See Products."""
         T = x.values.shape[0]
-        if not self.takes("qkv", T, w.N, w.K):
+        if not self._theirs("qkv", x, w):
             return self.own.qkv(dev, q, k_cache, v_cache, x, w, bias, rope, span, fine)
         y = self.wide.view((T, w.N))
         self.lt.store(y, x, w)
@@ -129,7 +140,7 @@ class LtProducts:
     def swiglu(self, dev: Device, act: Buffer, x: Tokens, gate: Linear, up: Linear) -> None:
         """See Products."""
         T = x.values.shape[0]
-        if not self.takes("swiglu", T, 2 * gate.N, gate.K):
+        if not self._theirs("swiglu", x, gate, 2):
             return self.own.swiglu(dev, act, x, gate, up)
         require((gate.N, gate.K) == (up.N, up.K), f"gate is {gate.weight.shape}, up is {up.weight.shape}")
         halves = [self.wide.view((T, gate.N), part * T * gate.N) for part in range(2)]
@@ -139,12 +150,12 @@ class LtProducts:
 
     def add(self, dev: Device, h: Buffer, x: Tokens, w: Linear) -> None:
         """See Products."""
-        if not self.takes("add", x.values.shape[0], w.N, w.K):
+        if not self._theirs("add", x, w):
             return self.own.add(dev, h, x, w)
         self.lt.add(h, x, w)
 
     def store(self, dev: Device, y: Buffer, x: Tokens, w: Linear) -> None:
         """See Products."""
-        if not self.takes("store", x.values.shape[0], w.N, w.K):
+        if not self._theirs("store", x, w):
             return self.own.store(dev, y, x, w)
         self.lt.store(y, x, w)

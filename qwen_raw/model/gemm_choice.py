@@ -8,7 +8,7 @@ from typing import Any
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import Device
 from qwen_raw.errors import QwenRawError, UsageError
-from qwen_raw.kernels.cublaslt import CublasLt, load_library, version
+from qwen_raw.kernels.cublaslt import CublasLt, load_library, version, version_text
 from qwen_raw.kernels.lt_products import LtProducts, Takes, always, by_table, chosen
 from qwen_raw.kernels.products import Products, Sm90Products
 from qwen_raw.model.rank import Rank
@@ -43,9 +43,11 @@ def _with_cublaslt(
     try:
         lt = CublasLt.create(dev, load_library() if library is None else library)
         if own.codes is not None and not lt.takes_fp8:
-            raise QwenRawError(f"cuBLASLt {version(lt.lib)} takes no scale a row of e4m3: 12.9 does, or gemm own")
+            raise QwenRawError(
+                f"cuBLASLt {version_text(version(lt.lib))} takes no scale a row of e4m3: 12.9 does, or gemm own"
+            )
     except QwenRawError:
         if gemm == "auto":
             return own
         raise
-    return LtProducts.create(dev, own, lt, takes, c, rows)
+    return LtProducts.create(dev, own, lt, takes, c, rows, strict=gemm == "cublaslt")

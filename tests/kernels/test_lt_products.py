@@ -32,7 +32,8 @@ E4M3_CUT = 2.0**-9  # what an e4m3 tensor core cuts off sums
 class FakeLibrary:
     """cuBLASLt's C functions on the host's memory; objects are numbers, addresses are read as what they were told."""
 
-    def __init__(self, version: int = 130100) -> None:
+    def __init__(self, version: int = 130100, algorithms: int = 1) -> None:
+        self.algorithms = algorithms
         self.objects: list[dict[Any, Any]] = [{}]
         self.cublasLtGetVersion = lambda: version
         self.products = 0
@@ -67,7 +68,7 @@ class FakeLibrary:
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle: Any, desc: Any, *rest: Any) -> int:
         assert self.objects[rest[4].value] == {1: cublaslt.WORKSPACE} and rest[5] == 1
-        rest[-1]._obj.value = 1
+        rest[-1]._obj.value = self.algorithms
         return 0
 
     def _matrix(self, pointer: Any, layout: Any) -> np.ndarray[Any, Any]:
@@ -216,6 +217,19 @@ def test_an_old_library_takes_no_scale_a_row(dev: Any) -> None:
         lt.store(dev.zeros((4, 16), BF16), x, w)
 
 
+def test_where_it_has_no_algorithm(dev: Any, rng: np.random.Generator) -> None:
+    """Ours computes it if the table chose, and it is an error if cuBLASLt was asked for."""
+    if dev.kind != "sim":
+        pytest.skip("with a stand-in")
+    lt = CublasLt.create(dev, FakeLibrary(algorithms=0))
+    own = Sm90Products(gemm_bf16_sm90.create(dev), None, None)
+    (x, X), (w, W), h = tokens(dev, rng, T, K, False), make_linear(dev, rng, N, K, False), dev.zeros((T, N), F32)
+    with pytest.raises(QwenRawError, match="cuBLASLt has no algorithm for bf16 33 × 144 × 272: gemm own has"):
+        LtProducts(own, lt, always, h).add(dev, h, x, w)
+    LtProducts(own, lt, always, h, strict=False).add(dev, h, x, w)
+    assert_close(h.download(), X @ W.T, rel=1e-5, what="h")
+
+
 def test_captures_queue_and_load_nothing(dev: Any, rng: np.random.Generator, products: LtProducts) -> None:
     """A shape is planned before; the graph multiplies when it is launched."""
     x, X = tokens(dev, rng, T, K, products.own.gemm.fp8)
@@ -239,6 +253,7 @@ def test_the_table_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
     rows = [
         {"dtype": "fp8", "op": "add", "N": 64, "K": 32, "tokens": 128, "own_us": 2.0, "cublaslt_us": 3.0},
         {"dtype": "fp8", "op": "add", "N": 64, "K": 32, "tokens": 2048, "own_us": 5.0, "cublaslt_us": 4.0},
+        {"dtype": "fp8", "op": "add", "N": 32, "K": 32, "tokens": 128, "own_us": 5.0, "cublaslt_us": 4.9},
         {"dtype": "fp8", "op": "qkv", "N": 64, "K": 32, "tokens": 128, "own_us": 5.0, "cublaslt_us": None},
     ]
     path = tmp_path / "table.json"
@@ -247,6 +262,7 @@ def test_the_table_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
     lt_products.table.cache_clear()
     takes = lt_products.by_table(True)
     assert [takes("add", T, 64, 32) for T in (1, 128, 500, 600, 4096)] == [False, False, False, True, True]
+    assert not takes("add", 128, 32, 32), "a tie"
     assert not takes("qkv", 128, 64, 32) and not takes("add", 2048, 64, 48)
     assert not lt_products.by_table(False)("add", 2048, 64, 32)
     lt_products.table.cache_clear()
