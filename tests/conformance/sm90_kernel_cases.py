@@ -8,6 +8,7 @@ import numpy as np
 from conformance.attn_cases import attended
 from conformance.kernel_cases import Case, Outputs, fp32, rotary, rounded
 from conformance.machines import Array, Machine, Output
+from conformance.prefill_cases import PREFILL
 from kernel_reference import bf16_input, make_linear, silu
 
 from loaders.dtypes import e4m3_to_f32, quantize_rows_e4m3
@@ -92,6 +93,6 @@ def hopper_cases() -> list[Case]:
         entry = f"gemm_{op}_{'fp8' if fp8 else 'bf16'}_{name}"
         return Case(entry, lambda machine, rng: run(op, name, fp8, machine, rng))
 
-    return [attention(HD) for HD in (64, 128)] + [
+    return [*PREFILL, *(attention(HD) for HD in (64, 128))] + [
         case(op, name, fp8) for fp8 in (False, True) for op, names in OPERATIONS.items() for name in names
     ]

@@ -9,7 +9,6 @@ import pytest
 from conformance.attn_cases import ATTENTION
 from conformance.kernel_cases import Case, all_cases
 from conformance.machines import Machine, Output, compare
-from conformance.prefill_cases import PREFILL
 from conformance.rank_cases import rank_cases
 from conformance.rows_cases import ROWS
 from conformance.sm90_kernel_cases import hopper_cases
@@ -18,7 +17,7 @@ from qwen_raw import paths
 from qwen_raw.kernels import compile as nvrtc
 from qwen_raw.kernels.gemm_sm90 import ARCH
 
-CASES = all_cases() + PREFILL + ATTENTION + hopper_cases() + ROWS + rank_cases()
+CASES = all_cases() + ATTENTION + hopper_cases() + ROWS + rank_cases()
 NewRng = Callable[[], np.random.Generator]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.entry)
 
