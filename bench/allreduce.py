@@ -5,7 +5,7 @@
 Calls are chained in a graph a rank, h += Σ partial, as dependent launches and as ordinary ones. All ranks' graphs are
 held by one word and start together; a figure is the slowest rank's time over the calls, the median over replays.
 Path "host" cannot be captured: its figure is the host's clock over eager calls. "lamport fused" also writes
-RMSNorm(h)·g.
+RMSNorm(h)·g; "lamport bare" leaves h alone: out = Σ partial.
 Then a small product is timed together with the sum of its shares, which is how path "inline", that has no call of its
 own, is held against the others (qwen_raw/comm/measure.py); NCCL follows; a last table says what a call of 16 KB pays
 for what (bench/allreduce_parts.py). The JSON is written after every line.
@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.allreduce_parts import parts_of
+from bench.allreduce_parts import STAMPED, parts_of
 from bench.common import command, environment, packs, result_arguments, save
+from loaders.dtypes import bf16_to_f32
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.comm.measure import measure_token
 from qwen_raw.comm.reduce import Lamport, Reducer, create_reducers
@@ -34,10 +35,11 @@ from qwen_raw.device import BF16, F32
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.driver.stream import Wait
 from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.kernels.allreduce_lamport import allreduce_lamport
 from qwen_raw.kernels.allreduce_norm import LONGEST
 from qwen_raw.kernels.peers import MAX_RANKS, connect
 
-PATHS = ("lamport", "lamport fused", "flag", "twoshot", "host")
+PATHS = ("lamport", "lamport bare", "lamport fused", "flag", "twoshot", "host")
 BYTES = (2 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
 ONE_SHOT_MOST = 1 << 20  # bytes up to which pushing all to all is measured
 FUSED_MOST = 2 * LONGEST  # bytes: one row, as in a decode step
@@ -127,11 +129,9 @@ class Message:
         self._bits = [(rng.uniform(-1, 1, n) / 64).astype(np.float32).view(np.uint32) >> 16 for _ in ranks.devices]
         self.partial = [dev.array(b.astype(np.uint16)) for dev, b in zip(ranks.devices, self._bits, strict=True)]
         self.h = [dev.zeros((n,), F32) for dev in ranks.devices]
-        self.other = [dev.zeros((n,), F32) for dev in ranks.devices]  # fused: the sum goes from h to here and back
-        self._calls = [0] * len(self.h)
         self.out = [dev.empty((n,), BF16) for dev in ranks.devices]
         self.g = [dev.array(np.full(n, 0x3F80, np.uint16)) for dev in ranks.devices]
-        name = "lamport" if path == "lamport fused" else path
+        name = path.split()[0]
         self.reducers: list[Reducer] = create_reducers(ranks.devices, path=name, elements=n, limit_ns=LIMIT_NS)
         if path == "lamport fused":
             connect(ranks.devices, "allreduce_norm", ["allreduce_norm_bf16"])
@@ -141,16 +141,17 @@ class Message:
         reducer, h, partial = self.reducers[rank], self.h[rank], self.partial[rank]
         if self.path == "lamport fused":
             assert isinstance(reducer, Lamport)
-            before, after = (h, self.other[rank])[:: 1 if self._calls[rank] % 2 == 0 else -1]
-            total, out, old, inp = (b.view((1, b.shape[0])) for b in (after, self.out[rank], before, partial))
-            reducer.add_and_norm(total, out, old, inp, self.g[rank], EPS, pdl=pdl)
-            self._calls[rank] += 1
+            total, out, inp = (b.view((1, b.shape[0])) for b in (h, self.out[rank], partial))
+            reducer.add_and_norm(total, out, total, inp, self.g[rank], EPS, pdl=pdl)
+        elif self.path == "lamport bare":
+            assert isinstance(reducer, Lamport)
+            allreduce_lamport(reducer.end, self.out[rank], partial, pdl=pdl)
         else:
             reducer.add(h, partial, pdl=pdl)
 
     def check(self) -> None:
         """One call from zero gives the sum, on every rank. Raises QwenRawError otherwise."""
-        for h in (*self.h, *self.other):
+        for h in self.h:
             h.fill(0)
         for rank in range(len(self.h)):
             self.call(rank, False)
@@ -158,8 +159,13 @@ class Message:
         for bits in self._bits:
             want += (bits << 16).astype(np.uint32).view(np.float32)
         tolerance = 2.0**-8 * np.abs(want) if self.path == "twoshot" else 0.0
-        for rank, h in enumerate(self.other if self.path == "lamport fused" else self.h):
-            if (np.abs(h.download() - want) > tolerance).any():
+        if self.path == "lamport bare":
+            got = [bf16_to_f32(out.download()) for out in self.out]
+            tolerance = 2.0**-8 * np.abs(want)
+        else:
+            got = [h.download() for h in self.h]
+        for rank, sums in enumerate(got):
+            if (np.abs(sums - want) > tolerance).any():
                 raise QwenRawError(f"{self.path}: rank {rank}'s sum is wrong")
 
     def measure(self, calls: int, repeats: int) -> list[Figure]:
@@ -186,7 +192,7 @@ class Message:
 
 def measured(path: str, nbytes: int) -> bool:
     """Whether the path is meant for messages of this size."""
-    most = {"lamport": ONE_SHOT_MOST, "flag": ONE_SHOT_MOST, "lamport fused": FUSED_MOST}
+    most = {"lamport": ONE_SHOT_MOST, "lamport bare": ONE_SHOT_MOST, "flag": ONE_SHOT_MOST, "lamport fused": FUSED_MOST}
     return nbytes <= most.get(path, nbytes)
 
 
@@ -244,7 +250,7 @@ def main() -> int:
         for figure in [] if a.no_nccl else nccl(a.devices, a.bytes, a.calls, a.repeats):
             tell(figure.line(), asdict(figure))
         for path in a.paths:
-            if path != "host":
+            if path in STAMPED:
                 parts = parts_of(Message(ranks, path, 16 << 10), ranks, a.calls)
                 tell(parts.line(), asdict(parts))
     return 0

@@ -60,10 +60,10 @@ _PLANS: dict[str, tuple[str, str, list[tuple[str, str]], str, str]] = {
         [
             (_BARRIER, "push"),
             ("  uint4 v[PACKS]", "turn and re-arm"),
-            ("  const float inv = ", "wait and reduce"),
+            ("  const float row = ", "wait and reduce"),
         ],
         "norm",
-        "    reinterpret_cast<uint4*>(out)[base + j] = pack_bf16x8(f[k]);\n  }\n",
+        "[base + begin + thread + k * stride] = pack_bf16x8(f[k]);\n  }\n",
     ),
     "flag": (
         "allreduce_flag",
@@ -85,6 +85,7 @@ _PLANS: dict[str, tuple[str, str, list[tuple[str, str]], str, str]] = {
         "      outs[k].store(sum);\n    }\n  }\n",
     ),
 }
+STAMPED = tuple(_PLANS)
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,11 @@ DEVICE void push_f2(float2* p, uint32_t rank, float2 v, uint64_t* barrier) {
                : "memory");
 #endif
 }
+DEVICE void push_f1(float* p, uint32_t rank, float v, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(in_cluster(p, rank)), "f"(v), "r"(in_cluster(barrier, rank)) : "memory");
+#endif
+}
 // Whether all expected bytes are there; if so, they are visible to this thread.
 DEVICE bool push_arrived(uint64_t* barrier) {
   uint32_t done = 0;

@@ -110,6 +110,7 @@ inline void push_init(uint64_t* barrier, SIMT_PLACE) {
 inline void push_expect(uint64_t* barrier, uint32_t bytes, SIMT_PLACE) { simt::add_u64(barrier, (uint64_t(bytes) + 1) << 32, place); }
 inline void push_f4(float4* p, uint32_t rank, float4 v, uint64_t* barrier, SIMT_PLACE) { simt::push(p, rank, v, barrier, place); }
 inline void push_f2(float2* p, uint32_t rank, float2 v, uint64_t* barrier, SIMT_PLACE) { simt::push(p, rank, v, barrier, place); }
+inline void push_f1(float* p, uint32_t rank, float v, uint64_t* barrier, SIMT_PLACE) { simt::push(p, rank, v, barrier, place); }
 inline bool push_arrived(uint64_t* barrier, SIMT_PLACE) {
   const uint64_t w = simt::load_as<uint64_t>(barrier, simt::Order::ACQUIRE, place);
   return w >> 32 == (w & 0xffffffffu) + 1;

@@ -26,6 +26,10 @@ STEM = "allreduce_lamport"
 SENTINEL = 0x80000000
 BUFFERS = 3
 BLOCKS = 512  # most of a launch: every block number has its turn
+# Packs from which blocks of a warp are faster, and the blocks up to which they are: at 7 KB few larger ones won, at
+# 16 KB many small ones.
+WARP, USUAL_THREADS = 32, 128
+SMALL, SMALL_BLOCKS = 512, 32
 STRUCT = np.dtype(
     [
         ("receive", U64, MAX_RANKS),
@@ -81,7 +85,7 @@ def allreduce_lamport(
     inp: Buffer,
     *,
     add: bool = False,
-    block: int = 128,
+    block: int | None = None,
     grid: int | None = None,
     pdl: bool = False,
 ) -> None:
@@ -90,6 +94,8 @@ def allreduce_lamport(
     Every rank must make the same calls in the same order, with the same n.
     """
     n = check_message(ws, out, inp, add)
+    if block is None:
+        block = WARP if SMALL < n <= WARP * min(SMALL_BLOCKS, ws.most_blocks) else USUAL_THREADS
     require(1 <= block <= 512, f"a block of {block} threads: 1 to 512")
     blocks = message_grid(ws, n, block) if grid is None else grid
     name = f"allreduce_lamport_{'add_' if add else ''}bf16"

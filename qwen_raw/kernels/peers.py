@@ -143,20 +143,37 @@ def message_grid(ws: Workspace, n: int, block: int) -> int:
 
 
 def launch_polling(
-    ws: Workspace, stem: str, name: str, grid: Dim, block: int, args: Sequence[Arg], *, most: int, pdl: bool
+    ws: Workspace,
+    stem: str,
+    name: str,
+    grid: Dim,
+    block: int,
+    args: Sequence[Arg],
+    *,
+    most: int,
+    pdl: bool,
+    cluster: int = 1,
+    smem: int = 0,
 ) -> None:
     """Launch `name`'s variant for this world. PRECONDs: at most `most` blocks, all resident beside other ranks'.
 
+    `cluster`: blocks along x that are one.
     A dependent launch becomes an ordinary one where ranks share the GPU: blocks that wait for the previous kernel would
     take the place of another rank's, which that kernel waits for.
     """
     dev, blocks = ws.dev, grid[0] * grid[1]
     kernel = dev.kernel(stem, f"{name}_r{variant(ws.world)}")
     require(0 < blocks <= most, f"{name}: {blocks} blocks, the workspace is laid out for 1 to {most}")
-    resident = dev.resident_blocks(kernel, block, 0) * dev.sm_count // ws.sharing
+    at_once = (
+        dev.resident_clusters(kernel, block, smem, cluster) * cluster
+        if cluster > 1
+        else dev.resident_blocks(kernel, block, smem) * dev.sm_count
+    )
+    resident = at_once // ws.sharing
     require(
         blocks <= resident,
         f"{name}: {blocks} blocks of {block} threads wait for each other, {dev.name} holds {resident} at once"
         + (f" for each of {ws.sharing} ranks" if ws.sharing > 1 else ""),
     )
-    dev.launch(kernel, grid, (block, 1, 1), args, pdl=pdl and ws.sharing == 1)
+    dims = (cluster, 1, 1) if cluster > 1 else None
+    dev.launch(kernel, grid, (block, 1, 1), args, smem=smem, pdl=pdl and ws.sharing == 1, cluster=dims)

@@ -37,7 +37,8 @@ def allreduce_norm_case(world: SimWorld, rng: np.random.Generator) -> None:
     pdl, g = bool(rng.integers(2)), f32_to_bf16(rng.uniform(-2, 2, D).astype(np.float32))
     weights = [device.array(g) for device in devices]
     for replay in range(2):
-        shapes = [(int(rng.choice((32, 64))), int(rng.integers(1, 4))) for _ in rows]
+        shapes = [(int(rng.choice((32, 64))), int(rng.integers(1, 5))) for _ in rows]
+        in_place = [not T or bool(rng.integers(2)) for T in rows]
         bits = [[payload(rng, T * D // 8 or 5) for T in rows] for _ in devices]
         bases = [rng.uniform(-4, 4, row.size).astype(np.float32) for row in bits[0]]
         inputs = [[device.array(row) for row in rank] for device, rank in zip(devices, bits, strict=True)]
@@ -51,7 +52,7 @@ def allreduce_norm_case(world: SimWorld, rng: np.random.Generator) -> None:
                 if not T:
                     allreduce_lamport(ends[rank], h[rank][k], inputs[rank][k], add=True, block=block, pdl=pdl)  # noqa: B023
                     continue
-                total = h if across == 1 else sums  # noqa: B023
+                total = h if in_place[k] else sums  # noqa: B023
                 buffers = (total[rank][k], outputs[rank].view(k), h[rank][k], inputs[rank][k])  # noqa: B023
                 to, out, old, inp = (b.view((T, D)) for b in buffers)
                 allreduce_norm(
@@ -59,7 +60,6 @@ def allreduce_norm_case(world: SimWorld, rng: np.random.Generator) -> None:
                 )
 
         start(world, rng, queue)
-        in_place = [not T or across == 1 for T, (_, across) in zip(rows, shapes, strict=True)]
         got = [[(h if own else sums)[r][k].download() for k, own in enumerate(in_place)] for r in range(world.ranks)]
         for k, T in enumerate(rows):
             want = bases[k] + rank_order_sum([rank[k] for rank in bits])

@@ -384,6 +384,7 @@ PTX = [
     *(cluster_barrier(name) for name in ("cluster_arrive", "cluster_wait")),
     *(pushes(name, 4) for name in ("push_init", "push_f4", "push_arrived")),
     *(pushes(name, 2) for name in ("push_expect", "push_f2")),
+    pushes("push_f1", 1),
     Probe("ex2_approx", exponentials),
     Probe("rcp_approx", reciprocals),
     copies("split_halves", 1),

@@ -206,6 +206,7 @@ PROBE_PUSH(push_init, push_f4, float4)
 PROBE_PUSH(push_expect, push_f2, float2)
 PROBE_PUSH(push_f4, push_f4, float4)
 PROBE_PUSH(push_f2, push_f2, float2)
+PROBE_PUSH(push_f1, push_f1, float)
 PROBE_PUSH(push_arrived, push_f4, float4)
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comm.guarded import Guarded
 from kernel_reference import assert_sums_close, bf16_input, make_linear
 from model.ranks import PAIRS, open_ranks
 
-from loaders.dtypes import f32_to_bf16
+from loaders.dtypes import bf16_to_f32, f32_to_bf16
 from qwen_raw.device import BF16, E4M3, F32
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemv_bf16 import GEMV as GEMV_BF16
@@ -79,40 +80,103 @@ def test_a_share_of_negative_zero_is_no_sentinel(ranks: list[Any]) -> None:
 
 
 def test_replays_with_new_inputs_and_ranks_that_start_late(ranks: list[Any], rng: np.random.Generator) -> None:
-    """Four sums a graph; whole numbers, so that every bit of the accumulated h is known. On a GPU 4,000 sums."""
+    """Whole numbers, so that every bit of the accumulated h is known. On a GPU a hundred thousand sums."""
     N, K, cuda = 200, 64, ranks[0].kind == "cuda"
+    sums, replays, rounds = (100, 250, 4) if cuda else (4, 2, 2)
     ends = Exchange.create(ranks, N, limit_ns=LIMIT_NS)
     BF16_EXCHANGE.load(ranks, [K])
-    weights = [[rng.integers(-2, 3, (N, K)).astype(np.float32) for _ in range(4)] for _ in ranks]
+    weights = [[rng.integers(-1, 2, (N, K)).astype(np.float32) for _ in range(4)] for _ in ranks]
     h, x, graphs = [dev.zeros((N,), F32) for dev in ranks], [dev.zeros((K,), BF16) for dev in ranks], []
     for rank, dev in enumerate(ranks):
         linears = [Linear(dev.array(f32_to_bf16(w))) for w in weights[rank]]
         with dev.capture() as capture:
-            for number, linear in enumerate(linears):
-                BF16_EXCHANGE.add(ends[rank], number, h[rank], x[rank], linear, pdl=True)
+            for number in range(sums):
+                BF16_EXCHANGE.add(ends[rank], number, h[rank], x[rank], linears[number % 4], pdl=True)
         graphs.append(capture.graph)
-    want, replays = np.zeros(N, np.float32), 250 if cuda else 2
-    for _ in range(4 if cuda else 2):
+    for _ in range(rounds):
         inputs = [rng.integers(-1, 2, K).astype(np.float32) for _ in ranks]
-        for buffer, values in zip(x, inputs, strict=True):
+        for buffer, values, out in zip(x, inputs, h, strict=True):
             buffer.upload(f32_to_bf16(values))
+            out.fill(0)
         for dev in ranks:
             dev.synchronize()
         with ranks[0].queueing():
             for replay in range(replays):
                 for rank in rng.permutation(len(ranks)).tolist():
                     graphs[rank].launch()
-                    if cuda and replay == 0:
+                    if cuda and replay % 50 == 0:
                         time.sleep(float(rng.uniform(0, 2e-3)))
-        want += replays * sum(w @ v for own, v in zip(weights, inputs, strict=True) for w in own)
+        each = sum(w @ v for own, v in zip(weights, inputs, strict=True) for w in own)
         for out in h:
-            np.testing.assert_array_equal(out.download(), want)
+            np.testing.assert_array_equal(out.download(), replays * sums // 4 * each)
     assert [end.limit.fault() for end in ends] == [None] * len(ends)
 
 
+def test_an_input_may_be_overwritten_right_after_the_product(ranks: list[Any], rng: np.random.Generator) -> None:
+    """In stream order: what comes next must not reach a sum that a peer is late for."""
+    N, K = 40, 32
+    ends = Exchange.create(ranks, N, limit_ns=LIMIT_NS)
+    BF16_EXCHANGE.load(ranks, [K])
+    made = [make_linear(dev, rng, N, K, False) for dev in ranks]
+    inputs = [[bf16_input(rng, K) for _ in ranks] for _ in range(4)]
+    h = [dev.zeros((N,), F32) for dev in ranks]
+    sources = [[dev.array(bits) for dev, (bits, _) in zip(ranks, row, strict=True)] for row in inputs]
+    with ranks[0].queueing():
+        for number, row in enumerate(sources):
+            for rank, source in enumerate(row):
+                BF16_EXCHANGE.add(ends[rank], number, h[rank], source, made[rank][0])
+                source.fill(0xFF)  # NaN
+            if ranks[0].kind == "cuda":
+                time.sleep(float(rng.uniform(0, 2e-3)))
+    want = sum(W @ X for row in inputs for (_, W), (_, X) in zip(made, row, strict=True))
+    terms = sum(np.abs(W) @ np.abs(X) for row in inputs for (_, W), (_, X) in zip(made, row, strict=True))
+    for out in h:
+        assert_sums_close(out.download(), want, terms, what="h")
+
+
+def test_nothing_is_written_around_a_buffer(ranks: list[Any], rng: np.random.Generator) -> None:
+    """Of receive memory, of h and of what is read; a block for all rows, and more rows than blocks divide."""
+    guarded: list[Any] = [Guarded(dev) for dev in ranks]
+    N, K = 37, 48
+    ends = Exchange.create(guarded, N, limit_ns=LIMIT_NS)
+    BF16_EXCHANGE.load(guarded, [K])
+    work, want, terms = [], np.zeros(N), np.zeros(N)
+    for dev in guarded:
+        x, X = bf16_input(rng, K)
+        w, W = make_linear(dev, rng, N, K, False)
+        work.append((dev.zeros((N,), F32), dev.array(x), [w] * 4))
+        want, terms = want + W @ X, terms + np.abs(W) @ np.abs(X)
+    for dev in ranks:
+        dev.synchronize()
+    for grid in (1, 5):
+        add(guarded, BF16_EXCHANGE, ends, work, grid=grid)
+    for h, _, _ in work:
+        assert_sums_close(h.download(), 8 * want, 8 * terms, what="h")
+    for dev in guarded:
+        dev.check()
+
+
+def test_shares_that_a_poll_could_take_for_nothing(ranks: list[Any]) -> None:
+    """Negative subnormal shares of one rank, 0x8001 to 0x807F above zeros: as floats they might compare equal to -0."""
+    patterns = np.arange(0x8001, 0x8080, dtype=np.uint16)
+    N, K = patterns.size, 16
+    BF16_EXCHANGE.load(ranks, [K])
+    bits, one = np.zeros((N, K), np.uint16), np.zeros(K, np.uint16)
+    bits[:, 0], one[0] = patterns, 0x3F80
+    for sender in range(len(ranks)):
+        ends = Exchange.create(ranks, N, limit_ns=LIMIT_NS)
+        work = [
+            (dev.zeros((N,), F32), dev.array(one), [Linear(dev.array(bits if rank == sender else 0 * bits))] * 3)
+            for rank, dev in enumerate(ranks)
+        ]
+        add(ranks, BF16_EXCHANGE, ends, work)
+        for h, _, _ in work:
+            np.testing.assert_array_equal(h.download(), 3 * bf16_to_f32(patterns))
+
+
 def test_infinities_and_nans_are_data(ranks: list[Any], rng: np.random.Generator) -> None:
-    """Of one rank: they arrive, and nobody waits for ever."""
-    ends, K = Exchange.create(ranks, 8, limit_ns=LIMIT_NS), 16
+    """Of one rank: they arrive, and nobody waits for ever. A whole warp's row: behind a shorter one inf meets zeros."""
+    ends, K = Exchange.create(ranks, 8, limit_ns=LIMIT_NS), 256
     BF16_EXCHANGE.load(ranks, [K])
     bits = np.full((8, K), 0x3F80, np.uint16)
     bits[1, 3], bits[2, 5], bits[3, 7] = 0x7F80, 0xFF80, 0x7FC1
