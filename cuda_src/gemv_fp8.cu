@@ -67,7 +67,7 @@ GEMV_ADD(4, ADD_C4_ROWS, 512, 1)
                                                      const int32_t* pos, /* [1] the token's position, < max_len */                                                                 \
                                                      int H, int KV, int log_half, int max_len, int e4m3, int K, float eps) {                                                       \
     DYN_SHARED(float, shared);                                                                                                                                                     \
-    gemv_qkv<Diagonal<MmaE4m3, C, R, true, THREADS / WARP>>(q, KvCache{k_cache, v_cache, fine, e4m3, KV, max_len}, h, g, w, scale, bias, rope, pos, H, log_half, K, eps, shared);  \
+    gemv_qkv<Diagonal<MmaE4m3, C, R, true, THREADS / WARP, 4>>(q, KvCache{k_cache, v_cache, fine, e4m3, KV, max_len}, h, g, w, scale, bias, rope, pos, H, log_half, K, eps, shared);  \
   }
 GEMV_NORMED(1, 8, 224, SWIGLU_C1_BLOCKS, QKV_C1_BLOCKS)
 GEMV_NORMED(2, 4, 512, 1, 1)

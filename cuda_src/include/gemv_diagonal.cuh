@@ -43,13 +43,14 @@ DEVICE float reduce_diagonal(float (&s)[R], const DiagonalLane& lane) {
   return s[0];
 }
 
-// WARPS: the most that a block has. EARLY: include/gemv_flight.cuh.
-template <class W_, int C, int R, bool NORMED, int WARPS, int EARLY = R>
+// WARPS: the most that a block has. GROUP: rows that are reduced together, at most; between groups is a branch, in front of which the compiler
+// does not take the next group's conversions, so that a request need not wait for rows further on.
+template <class W_, int C, int R, bool NORMED, int WARPS, int GROUP = R>
 struct Diagonal {
   using W = W_;
   using Sum = Sums<(WARPS + 3) / 4 * 4>;
   static constexpr int PARTS = NORMED ? 2 : 1;
-  Flight<W, C, R, EARLY> flight;
+  Flight<W, C, R> flight;
   XBf16<W, C> weight;  // of the norm
   uint32_t x[C][W::STEPS][PARTS][2];
 
@@ -106,7 +107,7 @@ struct Diagonal {
 
   // The rows from j0 on that are in flight into the warp's sums, while those that take their place are requested.
   DEVICE void group(const Sum& sums, const DiagonalLane& lane, int j0) {
-    constexpr int G = R % 8 == 0 ? 8 : R % 4 == 0 ? 4 : 2;  // rows that are reduced together
+    constexpr int G = GROUP % 8 == 0 ? 8 : GROUP % 4 == 0 ? 4 : 2;
 #pragma unroll
     for (int r0 = 0; r0 < R; r0 += G) {
       if (r0 && j0 + r0 >= sums.rows) return;

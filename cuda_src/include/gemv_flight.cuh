@@ -4,8 +4,6 @@
 // part of x stays in registers for the whole kernel and the block reads one contiguous stream. R rows are in flight; as soon as a pair of
 // them is consumed its registers are loaded again for the pair R rows further on, so that the loads never drain between rows.
 //
-// Loads come back in the order in which the multiprocessor asked for them. So x, which may be asked for only when the previous kernel has ended,
-// waits for all weights asked for before it: EARLY rows are requested before griddep_wait, the others of the R behind x.
 // Requests go through the ordinary path and have no predicates: the compiler may move reads through the read-only path across the wait, and
 // of eight predicated ones several came too late, as a thread has seven predicates.
 #pragma once
@@ -60,10 +58,9 @@ struct XBf16 {
 };
 
 // The packs that a thread has in flight.
-template <class W, int C, int R, int EARLY>
+template <class W, int C, int R>
 struct Flight {
   static constexpr int AT_ONCE = R == 1 ? 1 : 2;
-  static_assert(EARLY <= R && EARLY % AT_ONCE == 0, "whole pairs");
   Pairs<typename W::type> pairs;
   int at[C];          // where the thread's packs are, from the first
   bool there[C];      // not beyond the row's end
@@ -84,7 +81,7 @@ struct Flight {
       load(r);
     }
   }
-  // Before griddep_wait.
+  // Before griddep_wait. Where a block has fewer rows, its last is loaded again.
   template <class Rows>
   DEVICE void request(const Rows& rows, int count, int K) {
     const int first = pack_at<W>(0, K);
@@ -95,15 +92,7 @@ struct Flight {
     }
     pairs = pairs_of<AT_ONCE>(rows, count, first);
 #pragma unroll
-    for (int r = 0; r < EARLY; r += AT_ONCE) {
-      if (r && pairs.more()) pairs.advance();
-      load(r);
-    }
-  }
-  // Behind x's loads. Where a block has fewer rows, the last is loaded again.
-  DEVICE void request_rest() {
-#pragma unroll
-    for (int r = EARLY; r < R; r += AT_ONCE) {
+    for (int r = 0; r < R; r += AT_ONCE) {
       if (r && pairs.more()) pairs.advance();
       load(r);
     }
@@ -121,13 +110,12 @@ struct Flight {
     }
     griddep_wait_with(all);
   }
-  // x bf16 [K], behind it the rest of the rows.
+  // After it: x bf16 [K].
   DEVICE void fetch(XBf16<W, C>& x) {
 #pragma unroll
     for (int c = 0; c < C; c++)
 #pragma unroll
       for (int part = 0; part < W::PACK / 8; part++) x.v[c][part] = ld_global_v4(static_cast<const bf16*>(x_at[c]) + 8 * part);
-    request_rest();
   }
   // The same, h fp32 [K].
   DEVICE void fetch(float (&h)[C][W::PACK]) {
@@ -139,7 +127,6 @@ struct Flight {
         float* out = &h[c][4 * q];
         out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
       }
-    request_rest();
   }
   // The norm's weight, before griddep_wait.
   DEVICE void fetch_weight(XBf16<W, C>& g, const bf16* src, int K) const {

@@ -39,12 +39,12 @@ DEVICE float reduce_rows(float (&s)[R]) {
 }
 
 // x bf16 [K] as it is, half the registers for long K; or RMSNorm's input without its scalar in fp32, exact.
-// WARPS: the most that a block has. EARLY: include/gemv_flight.cuh.
-template <class W_, int C, int R, bool NORMED, int WARPS, int EARLY = R>
+// WARPS: the most that a block has.
+template <class W_, int C, int R, bool NORMED, int WARPS>
 struct Fma {
   using W = W_;
   using Sum = Sums<(WARPS + 3) / 4 * 4>;
-  Flight<W, C, R, EARLY> flight;
+  Flight<W, C, R> flight;
   XBf16<W, C> plain;  // x, or the norm's weight
   float weighted[C][W::PACK];
 
