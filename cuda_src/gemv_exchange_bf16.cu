@@ -25,5 +25,5 @@ constexpr int C1_ROWS = 8;
     gemv_exchange<Fma<WeightBf16, C, R, false, THREADS / WARP>>(h, end, sum, next, x, w, nullptr, N, K, shared);     \
   }
 GEMV_EXCHANGE(1, C1_ROWS, 512, 2)
-GEMV_EXCHANGE(2, 4, 640, 1)
+GEMV_EXCHANGE(2, 4, 512, 1)
 GEMV_EXCHANGE(4, 2, 640, 1)
