@@ -75,7 +75,7 @@ def measure(
         if tokens + TOKENS > runner.max_model_len:
             continue
         ids = rng.integers(0, runner.text_vocab, tokens).tolist()
-        before = runner.peak_bytes
+        before = sum(runner.peak_bytes)
         first, _ = first_token_ms(runner, ids)
         samples, waits = zip(*(first_token_ms(runner, ids) for _ in range(repeats)), strict=True)
         ms = median(samples)
@@ -85,7 +85,7 @@ def measure(
             "prompt": tokens, "rows": padded(runner, tokens), "repeats": repeats, "ttft_ms": ms,
             "spread": (max(samples) - min(samples)) / ms, "tok_s": tokens / ms * 1e3,
             "tflop_s": 2e-9 * tokens * runner.config.linear_params() / ms, "host_syncs": max(waits),
-            "first_ms": first, "graph_bytes": runner.peak_bytes - before,
+            "first_ms": first, "graph_bytes": sum(runner.peak_bytes) - before,
         }  # fmt: skip
         row |= quoted("vLLM 0.25.1", ttft_ms=VLLM.get((model, dtype, len(devices)), {}).get(tokens))
         rows.append(row)

@@ -1,7 +1,8 @@
 """Speculation: tok/s with the acceptance forced, against the same run's plain decode; and what the built-in pair does.
 
     python -m bench.speculate [--model random:72b:fp8] [--draft random:0.5b] [--guesses 7] [--tokens 128] [--repeats 1]
-                              [--acceptance 0 0.5 0.8 1] [--tp N] [--devices N,N,…] [--spec-loop queued device]
+                              [--acceptance 0 0.5 0.8 1] [--tp N] [--devices N,N,…] [--draft-device N]
+                              [--spec-loop queued device]
 
 Random models agree on nothing, so whether a guess stands is decided by a hash of its position, as often as asked for
 (accept_forced_f32): guesses are made and verified as ever, and cost what they cost. What the host says is on: fewer
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain, product
 from typing import Any
 
@@ -28,7 +30,7 @@ import numpy as np
 from bench.common import command, environment, open_gpus, ranks_of, result_arguments, save, time_ms
 from bench.decode import check_models, split_spec
 from loaders.resolve import open_model, open_tokenizer
-from qwen_raw.cli.arguments import Parser, ordinals, positive
+from qwen_raw.cli.arguments import Parser, ordinal, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.generation.speculation import DEFAULT_GUESSES, LOOPS, Speculation
 from qwen_raw.model.runner import DeviceRunner
@@ -67,8 +69,8 @@ def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
     return [[int(token) for token in row] for row in ids]
 
 
-def forced(devices: Sequence[CudaDevice], a: Any) -> Iterator[dict[str, Any]]:
-    """One row an acceptance."""
+def forced(devices: Sequence[CudaDevice], a: Any, own: CudaDevice | None = None) -> Iterator[dict[str, Any]]:
+    """One row an acceptance. `own`: the draft model's device, here and below; None: rank 0's."""
     name, dtype = split_spec(a.model)
     model, draft = open_model(name, dtype), open_model(a.draft)
     degree(len(devices), None, model.config, fp8=dtype == "fp8")
@@ -81,16 +83,18 @@ def forced(devices: Sequence[CudaDevice], a: Any) -> Iterator[dict[str, Any]]:
     rate(plain, prompts[:1], 16)
     base = rate(plain, prompts, a.tokens)
     plain.close()
-    runner = SpeculativeRunner(
-        devices, model, guesses=a.guesses, draft=draft, forced=True, loop=looping(a.spec_loop), **options
-    )
+    how: dict[str, Any] = {
+        "guesses": a.guesses, "draft": draft, "draft_device": own, "loop": looping(a.spec_loop),
+    }  # fmt: skip
+    runner = SpeculativeRunner(devices, model, forced=True, **how, **options)
     costs = {str(k): cost for k, cost in (runner.costs or {}).items()}
     rate(runner, prompts[:1], 16)
     replayed = time_ms(devices, lambda: runner.replay_passes(a.context, PASSES, a.guesses), repeats=3)
     pass_us = replayed.median * 1e3 / PASSES
     told = ", ".join(f"{k}: {cost:.2f}" for k, cost in costs.items())
-    print(f"{name} {dtype} tp {len(devices)}, draft {a.draft}: plain {base:.1f} tok/s; a pass of so many guesses costs")
-    print(f"  in steps {told}; {pass_us:.0f} µs for {a.guesses} guesses", flush=True)
+    where = "" if own is None else f" on GPU {own.ordinal}, a stream of its own"
+    print(f"{name} {dtype} tp {len(devices)}, draft {a.draft}{where}: plain {base:.1f} tok/s", flush=True)
+    print(f"  a pass of so many guesses costs in steps {told}; {pass_us:.0f} µs for {a.guesses} guesses", flush=True)
     for acceptance, loop in product(a.acceptance, a.spec_loop):
         runner.loop(loop == "device")
         runner.force(acceptance)
@@ -98,6 +102,7 @@ def forced(devices: Sequence[CudaDevice], a: Any) -> Iterator[dict[str, Any]]:
         got = rate(runner, prompts, a.tokens)
         counts = runner.speculated.since(before)
         row = {"model": name, "dtype": dtype, "draft": a.draft, "tp": len(devices), "guesses": a.guesses,
+               "draft_device": None if own is None else own.ordinal,
                "context": a.context, "tokens": a.tokens, "requests": a.repeats, "forced": acceptance,
                "tok_s": got, "plain_tok_s": base, "ratio": got / base, "costs": costs, "pass_us": pass_us,
                "counts": counts.as_dict(), "loop": LOOPS[bool(counts.loops)]}  # fmt: skip
@@ -110,7 +115,11 @@ def forced(devices: Sequence[CudaDevice], a: Any) -> Iterator[dict[str, Any]]:
 
 
 def built_in(
-    devices: Sequence[CudaDevice], guesses: int, tokens: int, loops: Sequence[str]
+    devices: Sequence[CudaDevice],
+    guesses: int,
+    tokens: int,
+    own: CudaDevice | None = None,
+    loops: Sequence[str] = LOOPS[:1],
 ) -> Iterator[dict[str, Any]]:
     """The pair that is there: always the most guesses, and as many as pay."""
     model = open_model("tiny-shakespeare")
@@ -124,10 +133,8 @@ def built_in(
     rate(plain, prompts[:2], tokens)
     base = rate(plain, prompts, tokens)
     plain.close()
-    ways: dict[str, dict[str, Any]] = {
-        "n-grams": {"ngram": 3},
-        "draft": {"draft": open_model("tiny-shakespeare-draft")},
-    }
+    drafting = {"draft": open_model("tiny-shakespeare-draft"), "draft_device": own}
+    ways: dict[str, dict[str, Any]] = {"n-grams": {"ngram": 3}, "draft": drafting}
     for by, governed in product(ways, (False, True)):
         runner = SpeculativeRunner(
             devices, model, guesses=guesses, governed=governed, loop=looping(loops), **ways[by], **options
@@ -145,6 +152,7 @@ def built_in(
                 flush=True,
             )
             row = {"model": "tiny-shakespeare", "tp": len(devices), "by": by, "governed": governed,
+                   "draft_device": None if own is None or by != "draft" else own.ordinal,
                    "loop": LOOPS[bool(counts.loops)], "guesses": guesses,
                    "tok_s": got, "plain_tok_s": base, "ratio": got / base,
                    "costs": {str(k): cost for k, cost in (runner.costs or {}).items()},
@@ -167,22 +175,25 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=1, help="requests an acceptance")
     parser.add_argument("--tp", type=positive, help="ranks; default 1, or one for each of --devices")
     parser.add_argument("--devices", type=ordinals, metavar="N,N,…", help="the ranks' GPUs; default 0,1,…")
+    parser.add_argument("--draft-device", type=ordinal, metavar="N", help="the draft model's GPU; default: rank 0's")
     parser.add_argument(
         "--spec-loop", choices=LOOPS, nargs="+", default=[LOOPS[0]], help="how passes follow each other"
     )
-    result_arguments(parser, "speculate.json, or speculate_tpN.json")
+    result_arguments(parser, "speculate.json, with _tpN for several ranks and _draftN for --draft-device")
     a = parser.parse_args()
     ranks = len(ranks_of(a.tp, a.devices))
     check_models([a.model], ranks, [a.context + a.tokens])
     check_models(["tiny-shakespeare"], ranks, [a.built_in_tokens + LONGEST_TEXT])
     check_models([a.draft])
-    Speculation(a.draft, None, a.guesses)  # refuses a wrong number of guesses
-    with open_gpus(a.tp, a.devices) as devices:
-        env, variant = environment(devices[0], a.commit), f"tp{len(devices)}" if len(devices) > 1 else ""
-        rows: list[dict[str, Any]] = []
-        for row in chain(forced(devices, a), built_in(devices, a.guesses, a.built_in_tokens, a.spec_loop)):
+    Speculation(a.draft, None, a.guesses, a.draft_device, looping(a.spec_loop))  # refuses what cannot be
+    with open_gpus(a.tp, a.devices) as devices, ExitStack() as stack:
+        own = None if a.draft_device is None else stack.enter_context(CudaDevice(a.draft_device))
+        parts = [f"tp{len(devices)}"] if len(devices) > 1 else []
+        parts += [] if own is None else [f"draft{own.ordinal}"]
+        env, rows = environment(devices[0], a.commit), []
+        for row in chain(forced(devices, a, own), built_in(devices, a.guesses, a.built_in_tokens, own, a.spec_loop)):
             rows.append(row)
-            save("speculate", env, rows, a.output, variant)
+            save("speculate", env, rows, a.output, "_".join(parts))
     return 0
 
 

@@ -1,6 +1,7 @@
 // draft.cu - the ids to verify in one speculative pass: row 0 is the last chosen id, rows 1 … M - 1 are guesses at what follows it.
 //
 // draft_row    row i from the draft model's state, which holds its latest choice (row 0: from the target's own state)
+// draft_rows   row 0 from the target's state, the others from ids that a draft model on another device has handed over: for all rows at once
 // draft_ngram  prompt lookup: the longest run of up to N ids that ends the text and has occurred before, the latest occurrence if there are
 //              several; the guesses are the ids that followed it, again from its end on where the text ends. Nothing found: the last id.
 //
@@ -9,8 +10,8 @@
 // draft_catch  after passes without guesses: the ids whose keys the draft model lacks, as a chunk for its prefill
 //
 // ids i32 [M] is what an embedding of M rows reads; rows [M] are decode states, for a step a row. Positions in rows are accept.cu's.
-// grid: (1); block: draft_row 1, draft_ngram 1,024, draft_share 32, draft_catch any. bytes moved: draft_ngram (pos + 1)·4 and more where ids agree.
-// PRECOND  history holds the ids of positions 0 … state.pos. PRECOND  draft_share: M <= 16; ids below 2^24; mailboxes [4] packs, zero, and calls 0 before
+// grid: (1); block: draft_row 1, draft_rows 32, draft_ngram 1,024, draft_share 32, draft_catch any. bytes moved: draft_ngram (pos + 1)·4 and more where ids agree.
+// PRECOND  history holds the ids of positions 0 … state.pos. PRECOND  draft_rows: M <= 32. PRECOND  draft_share: M <= 16; ids below 2^24; mailboxes [4] packs, zero, and calls 0 before
 // the first launch; all ranks make the same launches, and meet between two. minimum arch: sm_80
 #include "include/candidates.cuh"
 
@@ -25,6 +26,18 @@ draft_row(const DecodeState* from,  // [1] its token is the row's id
   if (threadIdx.x) return;
   ids[i] = from->token;
   rows[i].token = from->token;
+}
+
+KERNEL(32) void
+draft_rows(const DecodeState* state,  // [1]
+           const int32_t* guesses,    // [M] the first is not read
+           int32_t* ids,              // [M]
+           DecodeState* rows,         // [M]
+           int M) {
+  griddep_wait();
+  const int i = threadIdx.x;
+  if (i >= M) return;
+  ids[i] = rows[i].token = i ? guesses[i] : state->token;
 }
 
 // Ids up to `most` that agree, backwards from `a` and `b`; a < b.

@@ -21,38 +21,42 @@ def builtin_path(name: str) -> Path:
 
 
 def open_model(
-    spec: str | os.PathLike[str] | None = None, dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    spec: str | os.PathLike[str] | None = None,
+    dtype: Literal["auto", "bf16", "fp8"] = "auto",
+    *,
+    what: str = "model",
 ) -> Checkpoint:
     """Open what `spec` names; None is the built-in tiny-shakespeare. A `Path` always names a folder.
 
     A folder called like a built-in model is "./name" (or Path("name")).
 
-    `dtype` is what a random model is made in; anything else has the dtype it is stored in. Raises UsageError, one
-    line, for what is no model that can be run: a folder that lacks a file, or whose files are damaged or not supported.
+    `dtype` is what a random model is made in; anything else has the dtype it is stored in. `what`: messages call it.
+    Raises UsageError, one line, for what is no model that can be run: a folder that lacks a file, or whose files are
+    damaged or not supported.
     """
     if spec is None:
         spec = DEFAULT_MODEL
     if not isinstance(spec, str):
-        return open_checkpoint(_folder(spec))
+        return open_checkpoint(_folder(spec, what))
     if spec in BUILTIN:
         return open_checkpoint(builtin_path(spec))
     if spec == "random" or spec.startswith("random:"):
-        size, seed = parse_random(spec)
+        size, seed = parse_random(spec, what)
         return random_checkpoint(random_config(size), "fp8" if dtype == "fp8" else "bf16", seed)
-    return open_checkpoint(_folder(spec))
+    return open_checkpoint(_folder(spec, what))
 
 
-def _folder(spec: str | os.PathLike[str]) -> Path:
+def _folder(spec: str | os.PathLike[str], what: str) -> Path:
     """The folder that `spec` names, which exists."""
     if not isinstance(spec, str | os.PathLike) or not isinstance(os.fspath(spec), str):
         raise UsageError(
-            f"model is {spec!r} ({type(spec).__name__}), expected a str or a Path, or None for the built-in"
+            f"{what} is {spec!r} ({type(spec).__name__}), expected a str or a Path, or None for the built-in"
         )
     folder = Path(spec).expanduser()
     if not spec or not folder.is_dir():
-        what = "is a file, not a folder" if spec and folder.exists() else "is not a folder"
+        problem = "is a file, not a folder" if spec and folder.exists() else "is not a folder"
         raise UsageError(
-            f"model {os.fspath(spec)!r} {what}; expected a folder with config.json and *.safetensors, "
+            f"{what} {os.fspath(spec)!r} {problem}; expected a folder with config.json and *.safetensors, "
             f"{', '.join(BUILTIN)}, or random:SIZE with SIZE one of {', '.join(SIZES)} (nothing is downloaded)"
         )
     return folder

@@ -76,14 +76,17 @@ def random_config(size: str) -> ModelConfig:
     return replace(SIZES[key], eos_ids=(), bos_id=None, name=f"random:{key}")
 
 
-def parse_random(spec: str) -> tuple[str, int]:
-    """ "random:SIZE" or "random:SIZE:SEED" → (size, seed); seed 0 where none is given. UsageError on anything else."""
+def parse_random(spec: str, what: str = "model") -> tuple[str, int]:
+    """ "random:SIZE" or "random:SIZE:SEED" → (size, seed); seed 0 where none is given. UsageError on anything else.
+
+    `what`: messages call it.
+    """
     kind, _, rest = spec.partition(":")
     size, colon, seed = rest.partition(":")
     if kind != "random" or size.lower() not in SIZES:
-        raise UsageError(f"model {spec!r} is not random:SIZE or random:SIZE:SEED with SIZE one of {', '.join(SIZES)}")
+        raise UsageError(f"{what} {spec!r} is not random:SIZE or random:SIZE:SEED with SIZE one of {', '.join(SIZES)}")
     if colon and not (seed.isdecimal() and seed.isascii() and int(seed) < 2**32):
-        raise UsageError(f"model {spec!r} has the seed {seed!r}, expected an integer from 0 to 4294967295")
+        raise UsageError(f"{what} {spec!r} has the seed {seed!r}, expected an integer from 0 to 4294967295")
     return size.lower(), int(seed) if colon else 0
 
 

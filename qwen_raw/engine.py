@@ -100,7 +100,7 @@ def load(
     length = _context(max_model_len, checkpoint.config)
     tokenizer = open_tokenizer(checkpoint)
     draft = None if speculation is None else _draft(speculation, tokenizer)
-    placement = place(cast(DeviceName, device), ranks, gpus)
+    placement = place(cast(DeviceName, device), ranks, gpus, None if speculation is None else speculation.draft_device)
     text_vocab = min(tokenizer.vocab_size, checkpoint.config.V)
     runner = _runner(placement, checkpoint, held, length, text_vocab, progress, comm, speculation, draft, kv, gemm)
     return Engine(
@@ -336,6 +336,7 @@ def _runner(
                 guesses=speculation.guesses,
                 draft=draft,
                 draft_fp8=draft is not None and draft.dtype == "fp8",
+                draft_device=placement.draft,
                 ngram=speculation.ngram,
                 loop=speculation.loop,
                 dtype=dtype,
@@ -359,7 +360,7 @@ def _runner(
         )
     except BaseException:
         with suppress(QwenRawError):  # what failed fails again on closing
-            close_all([device.close for device in placement.devices])
+            close_all([device.close for device in placement.opened])
         raise
 
 
@@ -367,7 +368,7 @@ def _draft(speculation: Speculation, tokenizer: Tokenizer) -> Checkpoint | None:
     """The draft model of a speculation that has one. UsageError for one whose ids mean something else."""
     if speculation.draft is None:
         return None
-    draft = open_model(speculation.draft)
+    draft = open_model(speculation.draft, what="draft model")
     other = open_tokenizer(draft)
     differing = tokenizer.first_difference(other)
     if differing is not None:

@@ -17,11 +17,20 @@ Kind = Literal["cuda", "cpu", "sim"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What was opened; `devices`: one a rank, none for the NumPy reference. `notes`: lines that a user should see."""
+    """What was opened; `devices`: one a rank, none for the NumPy reference. `notes`: lines that a user should see.
+
+    `draft`: the draft model's, if it has one of its own.
+    """
 
     kind: Kind
     devices: tuple[Device, ...] = ()
     notes: tuple[str, ...] = ()
+    draft: Device | None = None
+
+    @property
+    def opened(self) -> tuple[Device, ...]:
+        """All devices."""
+        return self.devices if self.draft is None else (*self.devices, self.draft)
 
 
 def degree(tp: int | None, gpus: Sequence[int] | None, config: ModelConfig, *, fp8: bool) -> int:
@@ -45,13 +54,16 @@ def degree(tp: int | None, gpus: Sequence[int] | None, config: ModelConfig, *, f
     raise UsageError(f"tp {ranks} does not fit {config.name}'s {why}: use {fits}")
 
 
-def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None) -> Placement:
+def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None, draft_gpu: int | None = None) -> Placement:
     """Open one device a rank. The CUDA packages are imported only where they are wanted.
 
-    `gpus`: GPU numbers by rank; None: 0, 1, … UsageError for what there is not.
+    `gpus`: GPU numbers by rank; None: 0, 1, … `draft_gpu`: of a draft model that has a device of its own, a rank's GPU
+    or another. UsageError for what there is not.
     """
     if wanted in ("cpu", "sim") and gpus is not None:
         raise UsageError(f"devices names GPUs: it does not go with device {wanted}")
+    if wanted == "cpu" and draft_gpu is not None:
+        raise UsageError("draft_device names a GPU: it does not go with device cpu")
     if wanted == "cpu":
         if ranks > 1:
             raise UsageError(
@@ -61,11 +73,15 @@ def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None) -> Placeme
     if wanted == "sim":
         from qwen_raw.simt.device import SimDevice
 
-        return Placement(
-            "sim", tuple(SimDevice.of_world(ranks)), ("the kernels are simulated on the CPU: this is slow",)
-        )
+        if draft_gpu not in (None, ranks):
+            raise UsageError(
+                f"draft_device {draft_gpu}: simulated GPUs have one stream, ranks the first {ranks}: use {ranks}"
+            )
+        opened = tuple(SimDevice.of_world(ranks + (draft_gpu is not None)))
+        slow = ("the kernels are simulated on the CPU: this is slow",)
+        return Placement("sim", opened[:ranks], slow, opened[ranks] if draft_gpu is not None else None)
     try:
-        return Placement("cuda", _open_gpus(range(ranks) if gpus is None else gpus))
+        devices = _open_gpus(range(ranks) if gpus is None else gpus)
     except QwenRawError as error:
         one = ranks == 1
         if wanted == "auto" and one and gpus is None:
@@ -77,6 +93,18 @@ def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None) -> Placeme
         if not one and len(set(gpus or (0, 1))) > 1 and probe().gpus:
             hint = f"a GPU may have several ranks (--devices 0,0), and {hint}"
         raise UsageError(f"{error}: {hint}") from error
+    return Placement("cuda", devices, draft=None if draft_gpu is None else _open_draft(draft_gpu, devices))
+
+
+def _open_draft(gpu: int, others: Sequence[Device]) -> Device:
+    """The draft model's, or none at all."""
+    try:
+        return _open_gpus([gpu])[0]
+    except BaseException as error:
+        close_all([device.close for device in others])
+        if not isinstance(error, UsageError):
+            raise
+        raise UsageError(f"draft_device {gpu}: {error}; it may be a rank's GPU too") from error
 
 
 def _open_gpus(gpus: Sequence[int]) -> tuple[Device, ...]:

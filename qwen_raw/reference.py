@@ -211,7 +211,7 @@ class ReferenceRunner:
         self.kv_dtype: str = kv
         self.kv_bytes_per_token = 2 * self.config.kv_bytes_per_token()  # fp32
         self.bytes_per_token = self._model.bytes_per_token
-        self.peak_bytes = self._model.nbytes
+        self.peak_bytes = (self._model.nbytes,)
         self.logits_hash: int | None = None
         self.speculated: PassCounts | None = None
 
@@ -235,7 +235,7 @@ class ReferenceRunner:
         if self._model is None:
             raise QwenRawError("this engine has been closed")
         cache = KVCache(self.config, capacity)
-        self.peak_bytes = max(self.peak_bytes, self._model.nbytes + cache.nbytes)
+        self.peak_bytes = (max(*self.peak_bytes, self._model.nbytes + cache.nbytes),)
         return self._model, cache
 
     def close(self) -> None:

@@ -76,3 +76,33 @@ def test_closing_goes_on_after_a_failure() -> None:
     with pytest.raises(QwenRawError, match="first"):
         close_all([lambda: done.append(1), lambda: fail("first"), lambda: fail("second"), lambda: done.append(2)])
     assert done == [1, 2]
+
+
+def test_a_simulated_draft_device_comes_after_the_ranks() -> None:
+    placement = place("sim", 2, None, 2)
+    assert [device.ordinal for device in placement.opened] == [0, 1, 2] and placement.draft is placement.opened[2]
+    close_all([device.close for device in placement.opened])
+    for wrong in (0, 1, 3):
+        with pytest.raises(UsageError, match=f"draft_device {wrong}: simulated GPUs have one stream, .*: use 2$"):
+            place("sim", 2, None, wrong)
+
+
+def test_a_missing_draft_gpu_is_refused_and_the_others_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "auto" too: a draft model's GPU is no reason to run on the CPU."""
+    closed: list[int] = []
+
+    class Gpu:
+        def __init__(self, ordinal: int) -> None:
+            if ordinal > 0:
+                raise UsageError(f"there is no GPU {ordinal}: this machine has 1 GPU(s)")
+            self.ordinal = ordinal
+
+        def close(self) -> None:
+            closed.append(self.ordinal)
+
+    monkeypatch.setattr("qwen_raw.driver.device.CudaDevice", Gpu)
+    with pytest.raises(UsageError, match=r"draft_device 7: there is no GPU 7: .*; it may be a rank's GPU too$"):
+        place("auto", 2, [0, 0], 7)
+    assert closed == [0, 0]
+    same = place("auto", 1, None, 0)
+    assert same.draft is not None and same.draft is not same.devices[0]

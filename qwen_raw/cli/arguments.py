@@ -93,6 +93,13 @@ def ordinals(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def ordinal(text: str) -> int:
+    """A GPU's number."""
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a GPU number such as 1")
+    return int(text)
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, where it runs and how: the same for every command that loads one."""
     group = parser.add_argument_group("model")
@@ -166,6 +173,12 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
         "--ngram", type=positive, metavar="N", help="guess what followed the last ids, up to N of them, the time before"
     )
     group.add_argument(
+        "--draft-device",
+        type=ordinal,
+        metavar="N",
+        help="the draft model's GPU, a stream of its own on it (default: in rank 0's stream)",
+    )
+    group.add_argument(
         "--guesses",
         "--draft-max",
         type=positive,
@@ -181,6 +194,8 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def speculation(args: argparse.Namespace) -> Speculation | None:
     """What these arguments ask for. UsageError for a number of guesses without a way to make them."""
+    if args.draft is None and args.draft_device is not None:
+        raise UsageError("--draft-device needs --draft MODEL")
     if args.draft is None and args.ngram is None:
         if args.guesses is not None:
             raise UsageError("--guesses needs --draft MODEL or --ngram N")
@@ -188,7 +203,7 @@ def speculation(args: argparse.Namespace) -> Speculation | None:
             raise UsageError("--spec-loop needs --draft MODEL or --ngram N")
         return None
     guesses = DEFAULT_GUESSES if args.guesses is None else args.guesses
-    return Speculation(args.draft, args.ngram, guesses, loop=args.spec_loop or LOOPS[0])
+    return Speculation(args.draft, args.ngram, guesses, args.draft_device, args.spec_loop or LOOPS[0])
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:

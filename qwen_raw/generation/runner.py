@@ -45,8 +45,8 @@ class Runner(Protocol):
         """Times the host has waited for the device since the runner was made: of a request, once for its first id."""
 
     @property
-    def peak_bytes(self) -> int:
-        """Device memory held at the most, weights and KV cache included."""
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Memory held at the most, weights and KV cache included: of each GPU, in order of ranks, the draft's last."""
 
     @property
     def speculated(self) -> PassCounts | None:

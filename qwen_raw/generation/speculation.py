@@ -30,6 +30,7 @@ class Speculation:
     draft: str | os.PathLike[str] | None = None  # a model, as `qwen_raw.load` takes it
     ngram: int | None = None  # look up runs of up to so many ids in the text so far
     guesses: int = DEFAULT_GUESSES  # a pass has at the most
+    draft_device: int | None = None  # the GPU of the draft model, on a stream of its own; None: in rank 0's stream
     loop: str = "queued"  # how passes follow each other, one of LOOPS
 
     def __post_init__(self) -> None:
@@ -39,6 +40,12 @@ class Speculation:
             raise UsageError(f"draft is {self.draft!r}, expected a model as load takes it")
         object.__setattr__(self, "ngram", None if self.ngram is None else integer("ngram", self.ngram))
         object.__setattr__(self, "guesses", integer("guesses", self.guesses))
+        if self.draft_device is not None:
+            if self.draft is None:
+                raise UsageError("draft_device is a draft model's: there is none")
+            object.__setattr__(self, "draft_device", integer("draft_device", self.draft_device))
+            if self.loop != "queued":
+                raise UsageError("a loop on one device has no draft model on another: loop queued, or no draft_device")
         if self.ngram is not None and not 1 <= self.ngram <= MOST_NGRAM:
             raise UsageError(f"n-grams of {self.ngram} ids: 1 to {MOST_NGRAM} are possible")
         if self.loop not in LOOPS:

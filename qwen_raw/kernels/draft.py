@@ -16,6 +16,7 @@ from qwen_raw.kernels.peers import PollLimit, peer_struct
 STEM = "draft"
 THREADS = 1024
 MAX_SHARED = 16  # ids that draft_share hands over
+MAX_ROWS = 32  # that draft_rows fills
 HEADER = 4  # words before a request's ids
 
 
@@ -25,6 +26,15 @@ def draft_row(dev: Device, ids: Buffer, rows: Buffer, i: int, source: Buffer) ->
     require(0 <= i < M, f"row {i} of {M}")
     _check(ids, rows, source)
     dev.launch(dev.kernel(STEM, "draft_row"), (1, 1, 1), (1, 1, 1), [source, ids, rows, np.int32(i)])
+
+
+def draft_rows(dev: Device, ids: Buffer, rows: Buffer, state: Buffer, guesses: Buffer) -> None:
+    """ids i32 [M] and rows i32 [M, 4]: row 0 takes the token of `state` i32 [4], row i guesses i32 [M or more] i."""
+    M = ids.shape[0]
+    require(M <= MAX_ROWS, f"{M} rows, {MAX_ROWS} at most are filled")
+    _check(ids, rows, state)
+    require(guesses.dtype == I32 and guesses.nbytes >= 4 * M, f"guesses {guesses!r} for {M} rows of int32")
+    dev.launch(dev.kernel(STEM, "draft_rows"), (1, 1, 1), (MAX_ROWS, 1, 1), [state, guesses, ids, rows, np.int32(M)])
 
 
 def draft_ngram(dev: Device, ids: Buffer, rows: Buffer, state: Buffer, history: Buffer, N: int) -> None:

@@ -152,9 +152,9 @@ def check_memory(
         )
 
 
-def free_bytes(devices: Sequence[Device]) -> int:
-    """Free memory of all GPUs among the devices."""
-    return sum(here[0].memory_info()[0] for here in by_gpu(devices, list(devices)).values())
+def free_bytes(devices: Sequence[Device]) -> list[int]:
+    """Free memory of each GPU among the devices, in the order in which they name them."""
+    return [here[0].memory_info()[0] for here in by_gpu(devices, list(devices)).values()]
 
 
 def describe(devices: Sequence[Device]) -> str:

@@ -101,7 +101,7 @@ class DeviceRunner:
         self.notes: tuple[str, ...] = ()
         self.read_ceiling: float | None = None
         self.kv_dtype = kv
-        before = free_bytes(self.devices)
+        before = free_bytes(self._all_devices)
         self._few = max(1, spare)  # tokens whose shares are summed as one token's are
         ranks = self._assemble(
             checkpoint, dtype == "fp8", max_model_len + spare, comm=comm, limit_ns=limit_ns, progress=progress
@@ -116,7 +116,7 @@ class DeviceRunner:
         self._load()
         self._step: Step | None = Step.create(self._decoding)
         self._free_before = before
-        self.peak_bytes = 0
+        self.peak_bytes = (0,) * len(before)
         self._note_memory()
 
     def _assemble(
@@ -143,6 +143,11 @@ class DeviceRunner:
         )
 
     @property
+    def _all_devices(self) -> tuple[Device, ...]:
+        """Every device that work is queued on."""
+        return self.devices
+
+    @property
     def _prefilling(self) -> Sequence[Rank]:
         """The ranks that a prompt goes through."""
         return self.ranks
@@ -154,7 +159,8 @@ class DeviceRunner:
 
     def _note_memory(self) -> None:
         """What is held now, graphs included."""
-        self.peak_bytes = max(self.peak_bytes, self._free_before - free_bytes(self.devices))
+        held = zip(self._free_before, free_bytes(self._all_devices), strict=True)
+        self.peak_bytes = tuple(max(peak, was - now) for peak, (was, now) in zip(self.peak_bytes, held, strict=True))
 
     def _load(self) -> None:
         """Rehearse prefill, run a step without what makes ranks wait for each other: every kernel is loaded."""
@@ -175,7 +181,7 @@ class DeviceRunner:
 
         Later ids are polled too, but of steps that were queued ahead: the host keeps up, and no device waits for it.
         """
-        return sum(device.host_syncs for device in self.devices) + self._first_reads
+        return sum(device.host_syncs for device in self._all_devices) + self._first_reads
 
     @property
     def speculated(self) -> PassCounts | None:
@@ -214,7 +220,7 @@ class DeviceRunner:
     def _together(self) -> Iterator[None]:
         """What the block queues is queued for all ranks, whatever happens meanwhile; a failure names the ranks."""
         with self._naming_ranks():
-            if len(self.ranks) == 1:
+            if len(self._all_devices) == 1:
                 yield
             else:
                 held = self.devices[0].queueing() if self._capturable else nullcontext()
@@ -264,16 +270,20 @@ class DeviceRunner:
         """Whether all ranks have finished all work. Raises QwenRawError, naming ranks, if some of it failed."""
         idle = True
         with self._naming_ranks():
-            for number, device in enumerate(self.devices):
+            for number, device in enumerate(self._all_devices):
                 try:
                     if device.kind == "sim":  # where no time passes before somebody waits
                         device.synchronize()
                     idle &= device.idle()
                 except QwenRawError as error:
-                    if len(self.devices) == 1:
+                    if len(self._all_devices) == 1:
                         raise
-                    raise QwenRawError(f"rank {number} on {device.name}: {error}") from error
+                    raise QwenRawError(f"{self._called(number)} on {device.name}: {error}") from error
         return idle
+
+    def _called(self, number: int) -> str:
+        """What messages call the one on a device of _all_devices."""
+        return f"rank {number}"
 
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """See Runner. Through prefill's kernels."""
@@ -340,4 +350,4 @@ class DeviceRunner:
             return
         step, self._step = self._step, None
         self.ranks = []
-        close_all([step.close, self.prompt.close, *(device.close for device in self.devices if self._owns_device)])
+        close_all([step.close, self.prompt.close, *(device.close for device in self._all_devices if self._owns_device)])

@@ -19,6 +19,7 @@ from qwen_raw.kernels.draft import SharedGuesses
 from qwen_raw.kernels.gemv_rows import NoRoomError
 from qwen_raw.kernels.peers import ranks_on_gpu
 from qwen_raw.model.assembly import LIMIT_NS, assemble
+from qwen_raw.model.draft_device import LEAST_LENGTH, DistantDrafter, DraftLink
 from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.loops import PassLoops
 from qwen_raw.model.prompt import Prompt
@@ -40,6 +41,7 @@ class SpeculativeRunner(DeviceRunner):
         guesses: int,
         draft: CheckpointLike | None = None,
         draft_fp8: bool = False,
+        draft_device: Device | None = None,
         ngram: int | None = None,
         verify: str = "rows",
         governed: bool = True,
@@ -55,6 +57,7 @@ class SpeculativeRunner(DeviceRunner):
     ) -> None:
         """`draft`: a checkpoint whose ids mean the same, in fp8 or bf16; else `ngram`. The rest is DeviceRunner's.
 
+        `draft_device`: a device of the draft's own (qwen_raw/model/draft_device.py); None: rank 0's, and its stream.
         `guesses`: a pass has at the most. `verify`: how the rows of a pass are computed, one of VERIFY
         (qwen_raw/model/speculate.py). `governed`: as many guesses as pay, or none. `costs`: of passes in single steps,
         by their guesses, the most among them; None: measured, on a GPU. `forced`: for benches and tests; guesses then
@@ -66,7 +69,16 @@ class SpeculativeRunner(DeviceRunner):
             raise UsageError("speculation takes a draft model or n-grams, one of the two")
         if comm == "host":
             raise UsageError("speculation needs sums over ranks that can be captured: comm host cannot")
+        if draft is None and draft_device is not None:
+            raise UsageError("a draft device without a draft model")
+        if draft_device is not None and loop != "queued":
+            raise UsageError("a loop on one device has no draft model on another")
         self._rows, self._governed = guesses + 1, governed
+        self._draft_device = draft_device
+        self._link: DraftLink | None = None
+        if draft_device is not None:  # before anything is loaded: the two may have no way to each other
+            first, *others = devices if isinstance(devices, Sequence) else (devices,)
+            self._link = DraftLink.create(first, draft_device, 1 + len(others), limit_ns)
         super().__init__(
             devices,
             checkpoint,
@@ -78,6 +90,8 @@ class SpeculativeRunner(DeviceRunner):
             limit_ns=limit_ns,
             **options,
         )
+        if draft_device is not None:
+            self.device_name += f", draft model on GPU {draft_device.ordinal}"
         self._buffers = PassBuffers.create_ranks(self.devices, self._rows, max_model_len, self.config.V, forced=forced)
         self._draft_prompt: Prompt | None = None
         if draft is not None:
@@ -104,11 +118,20 @@ class SpeculativeRunner(DeviceRunner):
         self._governor = self._new_governor()
         self._note_memory()
 
+    @property
+    def _all_devices(self) -> tuple[Device, ...]:
+        return self.devices if self._draft_device is None else (*self.devices, self._draft_device)
+
+    def _called(self, number: int) -> str:
+        return super()._called(number) if number < len(self.devices) else "the draft model"
+
     def _open_draft(self, draft: CheckpointLike, fp8: bool, progress: Progress | None) -> Prompt:
-        """On rank 0's device; what is left there must hold it."""
-        length = self.max_model_len + self._rows
-        (rank,) = assemble(self.devices[:1], draft, fp8=fp8, max_len=length, kv=self.kv_dtype, progress=progress)
-        self._draft_rank = replace(rank, shares_gpu=ranks_on_gpu(self.devices, 0) > 1)
+        """On its own device or rank 0's; what is left there must hold it."""
+        length = max(self.max_model_len + self._rows, LEAST_LENGTH)
+        where = self.devices[0] if self._draft_device is None else self._draft_device
+        (rank,) = assemble([where], draft, fp8=fp8, max_len=length, kv=self.kv_dtype, progress=progress)
+        everyone = self._all_devices
+        self._draft_rank = replace(rank, shares_gpu=ranks_on_gpu(everyone, everyone.index(where)) > 1)
         prompt = Prompt([self._draft_rank], captured=self._note_memory)
         prompt.load()
         return prompt
@@ -119,7 +142,8 @@ class SpeculativeRunner(DeviceRunner):
             pairs = zip(self.ranks, self._buffers, strict=True)
             return [NgramDrafter(rank, ngram, buffers.no_draft) for rank, buffers in pairs]
         assert self._draft_prompt is not None
-        first = ModelDrafter(self._draft_rank, self._draft_prompt, self.text_vocab)
+        model = ModelDrafter(self._draft_rank, self._draft_prompt, self.text_vocab)
+        first = model if self._link is None else DistantDrafter(model, self._link)
         return [first, *(None for _ in self.ranks[1:])]
 
     def _share(self) -> list[SharedGuesses]:
@@ -153,10 +177,21 @@ class SpeculativeRunner(DeviceRunner):
                     for _ in each.queue(guesses):
                         pass
             each.rank.device.synchronize()
-        self._graphs = {
-            guesses: tuple(self._captured(each, guesses) for each in self._passes)
-            for guesses in (STEP, LIMITED, *sizes)
-        }
+        if self._distant is not None:
+            self._distant.load(sizes)
+        self._graphs = {guesses: tuple(self._parts(guesses)) for guesses in (STEP, LIMITED, *sizes)}
+
+    def _parts(self, guesses: int) -> Iterator[Graph]:
+        """A pass, captured: a graph a rank, and the draft's if it has a device of its own and there are guesses."""
+        for each in self._passes:
+            yield self._captured(each, guesses)
+        if self._distant is not None and guesses > 0:
+            yield self._distant.capture(guesses)
+
+    @property
+    def _distant(self) -> DistantDrafter | None:
+        """The draft model, where it has a device of its own."""
+        return self._drafters[0] if isinstance(self._drafters[0], DistantDrafter) else None
 
     @staticmethod
     def _captured(each: Pass, guesses: int) -> Graph:
@@ -177,16 +212,16 @@ class SpeculativeRunner(DeviceRunner):
         """Of a runner made with loops, between requests: whether it uses them."""
         self._loops = self._made_loops if on else None
 
-    def _capture_catch_up(self) -> Graph | None:
-        """On rank 0, where there is a draft model that may fall behind."""
+    def _capture_catch_up(self) -> list[Graph]:
+        """On rank 0 and the draft's own device, where there is a draft model that may fall behind."""
         if self._draft_prompt is None or not self._governs:
-            return None
+            return []
         first, device = self._passes[0], self.devices[0]
         with device.rehearsing():
             first.catch_up()
         with device.capture() as capture:
             first.catch_up()
-        return capture.graph
+        return [capture.graph, *([] if self._distant is None else [self._distant.capture_fill()])]
 
     def _measure(self) -> dict[int, float]:
         """What passes cost, in steps, by their guesses; by the host's clock, of passes that post nothing."""
@@ -213,8 +248,12 @@ class SpeculativeRunner(DeviceRunner):
 
     def _wait(self) -> None:
         with self._naming_ranks():
-            for device in self.devices:
+            for device in self._all_devices:
                 device.synchronize()
+
+    def _faults(self) -> list[str]:
+        said = None if self._link is None else self._link.fault()
+        return [*super()._faults(), *([said] if said else [])]
 
     @property
     def speculated(self) -> PassCounts:
@@ -263,12 +302,17 @@ class SpeculativeRunner(DeviceRunner):
         try:
             for number in range(first, end):
                 self._request = (number, end)
-                if self._loops is None:
-                    queued = self._queue_passes(queued, number, end)
-                else:
+                # A draft model elsewhere would wait for the prompt, however long that takes, within its time limit.
+                later = number == first and self._link is not None
+                if self._loops is not None:
                     self._follow(self._loops)
+                elif not later:
+                    queued = self._queue_passes(queued, number, end)
                 self._first_reads += number == first
-                yield self._read(number, position=len(ids) + number - first)
+                token = self._read(number, position=len(ids) + number - first)
+                if later:
+                    queued = self._queue_passes(queued, number, end)
+                yield token
         finally:
             if self._loops is not None:
                 self._loops.end()
@@ -331,10 +375,11 @@ class SpeculativeRunner(DeviceRunner):
         return self._loops is None or self._loops.current is None
 
     def _catch_up_with(self, ids: int) -> None:
-        """Queue, on rank 0, what gives a draft model the keys of so many ids."""
-        if self._catch_up is not None:
+        """Queue what gives a draft model the keys of so many ids."""
+        with self._together():
             for _ in range(0, ids, CATCH):
-                self._catch_up.launch()
+                for graph in self._catch_up:
+                    graph.launch()
 
     def force(self, acceptance: float) -> None:
         """Of a runner made with `forced`: a guess now stands with this probability. What was seen is forgotten."""
@@ -369,9 +414,7 @@ class SpeculativeRunner(DeviceRunner):
         if not self._graphs:
             return
         self._counted = self.speculated  # what it is read from goes with the device
-        graphs, self._graphs = [*chain(*self._graphs.values())], {}
-        if self._catch_up is not None:
-            graphs.append(self._catch_up)
+        graphs, self._graphs = [*chain(*self._graphs.values()), *self._catch_up], {}
         loops = [] if self._made_loops is None else [self._made_loops.close]
         drafts = [] if self._draft_prompt is None else [self._draft_prompt.close]
         close_all([*loops, *(graph.close for graph in graphs), *drafts, super().close])

@@ -26,7 +26,7 @@ class Stats:
     kv_bytes_per_token: int  # keys and values of one position
     read_ceiling: float | None  # bytes/s, where measured
     host_syncs: int  # during this generation
-    peak_bytes: int
+    peak_bytes: tuple[int, ...]  # of each GPU
     logits_hash: int | None  # of the step that chose the last id
     speculated: PassCounts | None = None  # None: every id was a step of its own
 
@@ -80,7 +80,7 @@ class Stats:
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "read_bytes_per_s": self.read_bytes_per_s,
             "host_syncs": self.host_syncs,
-            "peak_bytes": [self.peak_bytes],  # per rank
+            "peak_bytes": list(self.peak_bytes),
             "logits_hash": None if self.logits_hash is None else f"{self.logits_hash:08x}",
             "speculation": None if self.speculated is None else self.speculated.as_dict(),
         }

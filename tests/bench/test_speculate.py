@@ -11,7 +11,8 @@ from bench.common import Timing
 from qwen_raw.simt.device import SimDevice
 
 
-def test_rows_of_forced_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_of_forced_acceptance(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
     def time_ms(devices: Any, work: Callable[[], None], *, repeats: int) -> Timing:
         work()
         return Timing((1.6,))
@@ -20,15 +21,18 @@ def test_rows_of_forced_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculate, "PASSES", 1)
     asked = Namespace(
         model="tiny-shakespeare-draft", draft="tiny-shakespeare-draft", context=3, tokens=7, guesses=2, repeats=1,
-        acceptance=[0.0, 1.0], spec_loop=["queued", "device"],
+        acceptance=[0.0, 1.0], spec_loop=["queued"] if own else ["queued", "device"],
     )  # fmt: skip
-    device: Any = SimDevice()
-    none, none_looped, all_, all_looped = speculate.forced([device], asked)
+    device, *draft = SimDevice.of_world(1 + own)
+    rows = list(speculate.forced([device], asked, draft[0] if own else None))  # type: ignore[list-item, arg-type]
+    none, all_ = (row for row in rows if row["loop"] == "queued")
     device.close()
+    assert all_["draft_device"] == (1 if own else None)
     assert (none["forced"], none["counts"]["right"], none["counts"]["passes"]) == (0.0, 0, 6)
     assert (all_["forced"], all_["counts"]["acceptance"], all_["counts"]["passes"]) == (1.0, 1.0, 2)
-    assert [row["loop"] for row in (none, none_looped, all_, all_looped)] == ["queued", "device"] * 2
-    for queued, looped in ((none, none_looped), (all_, all_looped)):
-        assert (looped["forced"], looped["counts"]) == (queued["forced"], queued["counts"] | {"loops": 1})
+    if not own:
+        assert [row["loop"] for row in rows] == ["queued", "device"] * 2
+        for queued, looped in zip(rows[::2], rows[1::2], strict=True):
+            assert (looped["forced"], looped["counts"]) == (queued["forced"], queued["counts"] | {"loops": 1})
     assert none["plain_tok_s"] == all_["plain_tok_s"] > 0 and none["ratio"] == none["tok_s"] / none["plain_tok_s"]
     assert none["pass_us"] == pytest.approx(1600.0) and all_["seen_us"] > 0

@@ -15,6 +15,8 @@ import pytest
 from loaders.resolve import builtin_path
 from qwen_raw.errors import QwenRawError
 
+DRAFT = ["--draft", "tiny-shakespeare-draft"]
+
 # arguments after `generate`, what the line must say
 USAGE = [
     ([], "no prompt: give -p"),
@@ -63,6 +65,14 @@ USAGE = [
     (["-p", "a", "--ngram", "0"], "0 is less than 1"),
     (["-p", "a", "--ngram", "2147483648"], "n-grams of 2147483648 ids: 1 to 1000 are possible"),
     (["-p", "a", "--ngram", "2"], "speculation needs a GPU"),
+    (["-p", "a", "--draft-device", "1"], "--draft-device needs --draft MODEL"),
+    (["-p", "a", "--ngram", "2", "--draft-device", "1"], "--draft-device needs --draft MODEL"),
+    (["-p", "a", *DRAFT, "--draft-device", "one"], "argument --draft-device: 'one' is not a GPU number such as 1"),
+    (["-p", "a", *DRAFT, "--draft-device", "-1"], "argument --draft-device: '-1' is not a GPU number such as 1"),
+    (["-p", "a", *DRAFT, "--draft-device", "1"], "draft_device names a GPU: it does not go with device cpu"),
+    (["-p", "a", *DRAFT, "--draft-device", "0", "--device", "sim"], "draft_device 0: simulated GPUs have one stream"),
+    (["-p", "a", "--draft", "no/such"], "draft model 'no/such' is not a folder; expected a folder with config.json"),
+    (["-p", "a", "--draft", "random:9b"], "draft model 'random:9b' is not random:SIZE"),
     (["-p", "a", "--ngram", "2", "--tp", "2", "--device", "sim", "--comm", "host"], "comm host cannot"),
     (
         ["-p", "a", "--draft", "random:0.5b", "--device", "sim"],

@@ -24,7 +24,10 @@ from qwen_raw.generation.speculation import (
         ({"ngram": 10**30}, "1 to 1000 are possible"),
         ({"ngram": 2, "guesses": 0}, "0 guesses a pass"),
         ({"ngram": 2, "guesses": 16}, "16 guesses a pass"),
+        ({"ngram": 2, "draft_device": 1}, "draft_device is a draft model's: there is none"),
+        ({"draft": "a", "draft_device": "1"}, "draft_device is '1' .str., expected an integer"),
         ({"ngram": 2, "loop": "host"}, "loop 'host' is not one of queued, device"),
+        ({"draft": "a", "draft_device": 1, "loop": "device"}, "no draft model on another"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, object], message: str) -> None:

@@ -9,7 +9,7 @@ from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import logits_hash
 from qwen_raw.generation.sampling import choose
 from qwen_raw.kernels.accept import PassBuffers, accept, accept_begin, accept_step
-from qwen_raw.kernels.draft import draft_catch, draft_ngram, draft_row
+from qwen_raw.kernels.draft import draft_catch, draft_ngram, draft_row, draft_rows
 from qwen_raw.kernels.sample import BAD_ID, SLOTS, Sampler, sample
 
 Array = np.ndarray[Any, Any]
@@ -48,6 +48,19 @@ def test_a_row_takes_a_state_s_token(dev: Any) -> None:
         draft_row(dev, b.ids, b.rows, i, dev.array(np.array([70 + i, 5, 6, 7], np.int32)))
     assert b.ids.download().tolist() == [70, 0, 72]
     assert b.rows.download().tolist() == [[70, 0, 0, 0], [0, 0, 0, 0], [72, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("M", [1, 2, 6, 16])
+def test_rows_take_guesses_from_elsewhere(dev: Any, M: int) -> None:
+    """Row 0 is the target's own id, not what a draft model of another vocabulary took it for."""
+    b = PassBuffers.create(dev, M, 10, V)
+    state, guesses = (dev.array(np.array(x, np.int32)) for x in ([699, 5, 6, 7], range(100, 116)))
+    draft_rows(dev, b.ids, b.rows, state, guesses)
+    want = [699, *range(101, 100 + M)]
+    assert b.ids.download().tolist() == want
+    assert b.rows.download().tolist() == [[token, 0, 0, 0] for token in want]
+    with pytest.raises(QwenRawError, match=f"for {M} rows" if M > 1 else "of int32"):
+        draft_rows(dev, b.ids, b.rows, state, dev.zeros((M,), np.dtype(np.uint32)))
 
 
 class Passes:

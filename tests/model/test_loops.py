@@ -9,7 +9,7 @@ from model.speculating import MODEL, WAYS, Scripted, agreed, options, prompts
 
 import qwen_raw
 from loaders.resolve import open_model
-from qwen_raw.errors import UnavailableError
+from qwen_raw.errors import UnavailableError, UsageError
 from qwen_raw.model import loops
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.speculative import SpeculativeRunner
@@ -132,6 +132,14 @@ def test_where_there_are_no_loops_the_host_queues(dev: Any, monkeypatch: pytest.
         assert runner.speculated.loops == 0 and runner.speculated.passes > 0
     finally:
         runner.close()
+
+
+def test_a_draft_model_elsewhere_is_refused(dev: Any) -> None:
+    model = open_model(MODEL)
+    with pytest.raises(UsageError, match="a loop on one device has no draft model on another"):
+        SpeculativeRunner(
+            dev, model, guesses=2, draft=model, draft_device=dev, loop="device", **options(model, 48)
+        )  # fmt: skip
 
 
 def test_several_ranks(ranks: list[Any]) -> None:

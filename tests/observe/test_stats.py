@@ -15,7 +15,7 @@ STATS = Stats(
     kv_bytes_per_token=1_000_000,
     read_ceiling=4e12,
     host_syncs=1,
-    peak_bytes=123,
+    peak_bytes=(123, 45),
     logits_hash=0xBEEF,
 )
 
