@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model.lost_rank import WAYS, without_the_last
 from model.ranks import KINDS, ODD, PAIRS, TIED, biased_checkpoint, open_ranks, sure
 
 import qwen_raw
@@ -121,43 +122,49 @@ def test_any_schedule_gives_the_same_ids(make: Make) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def fails_without_the_last(runner: DeviceRunner) -> str:
-    """What a request is told when the last rank's steps are never launched."""
-    step = runner._step
-    assert step is not None
-    runner._step = replace(step, graphs=step.graphs[:-1])
-    with pytest.raises(QwenRawError) as caught:
-        list(runner.generate([3, 4], max_tokens=4, temperature=0.0, seed=0))
-    runner._step = step
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("world", "comm"), [(2, "lamport"), (4, "lamport"), (2, INLINE)])
-def test_a_rank_that_stalls_is_named(make: Make, world: int, comm: str) -> None:
-    """The others give up after the limit: an error that says who waited for whom, not a hang."""
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    ("world", "comm"), [(2, "lamport"), (4, "lamport"), (2, INLINE), (4, INLINE), (2, "flag"), (2, "twoshot")]
+)
+def test_a_rank_that_is_lost_is_named(make: Make, world: int, comm: str, how: str) -> None:
+    """One that never comes: the others give up after the limit and say for whom they waited. Or its kernel traps."""
     for devices in open_ranks(f"sim-{world}"):
         runner = make(devices, biased_checkpoint(replace(TIED, I=64)), limit_ns=50_000_000, comm=comm)
-        said = fails_without_the_last(runner)
-        assert f"waited 50 ms for rank {world - 1} in call" in said
+        step = runner._step
+        assert step is not None
+        runner._step, _kept = without_the_last(step, how, devices)
+        with pytest.raises(QwenRawError) as caught:
+            list(runner.generate([3, 4], max_tokens=4, temperature=0.0, seed=0))
+        runner._step = step
+        said = str(caught.value)
+        assert (f"waited 50 ms for rank {world - 1} in call" if how == "stalls" else f"rank {world - 1}") in said
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("comm", ["lamport", INLINE])
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("comm", ["lamport", INLINE, "flag", "twoshot"])
 @pytest.mark.parametrize("which", ["0,0", "0,1"])
-def test_a_rank_that_stalls_on_a_gpu_is_named(which: str, comm: str) -> None:
-    """And the process ends, with one line for the failure and none of anything else."""
+def test_a_rank_that_is_lost_on_a_gpu_is_named(which: str, comm: str, how: str) -> None:
+    """And the process ends, with one line for the failure and none of anything else.
+
+    Ranks that share a GPU share its failure: which of them it was cannot be told.
+    """
     if which == "0,1" and len(probe().gpus) < 2:
         pytest.skip("needs two GPUs")
     roots = [str(Path(__file__).parents[1]), str(Path(qwen_raw.__file__).parents[1])]
     done = subprocess.run(
-        [sys.executable, "-m", "model.stalled_rank", which, comm],
+        [sys.executable, "-m", "model.lost_rank", which, comm, how],
         capture_output=True,
         text=True,
         timeout=60,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(roots)},
     )
     assert done.returncode == 1 and done.stderr == "", done.stderr
-    assert "rank 0 waited 300 ms for rank 1 in call" in done.stdout and done.stdout.count("\n") == 1
+    assert done.stdout.count("\n") == 1
+    if how == "stalls":
+        assert "rank 0 waited 300 ms for rank 1 in call" in done.stdout
+    else:
+        assert ("rank 1" if which == "0,1" else "rank ") in done.stdout
 
 
 @pytest.mark.parametrize("path", (*PATHS, INLINE))
