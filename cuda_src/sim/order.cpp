@@ -1,4 +1,5 @@
 // order.cpp - loads, stores, atomics and fences whose order other threads can observe.
+#include <algorithm>
 #include <cstring>
 
 #include "race.h"
@@ -71,7 +72,13 @@ bool round_in_vain(Thread& t, const void* p, size_t bytes) {
   memcpy(now.value, p, bytes);
   for (Poll& before : t.polls) {
     if (before.at != p || before.bytes != bytes) continue;
-    if (memcmp(before.value, p, bytes) == 0) return ++t.unchanged >= t.polls.size();
+    if (memcmp(before.value, p, bytes) == 0) {
+      if (++t.unchanged < t.polls.size()) return false;
+      // What differs now was not read in this round: the thread has done with it, and must not be woken for it again and again.
+      const auto done = [](const Poll& old) { return memcmp(old.at, old.value, old.bytes) != 0; };
+      t.polls.erase(std::remove_if(t.polls.begin(), t.polls.end(), done), t.polls.end());
+      return true;
+    }
     before = now;
     t.unchanged = 0;
     return false;
