@@ -1,6 +1,7 @@
 """Prefill's matrix products alone: every shape of the given models, every variant, cuBLASLt beside.
 
-    python -m bench.gemm [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--tokens 128 …] [--chosen-only] [--no-peers]
+    python -m bench.gemm [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--tokens 128 …] [--stage qkv …]
+                         [--chosen-only] [--no-peers]
 
 A product runs in a graph over enough copies of its weights to leave the L2 behind (at least 256 MiB), with its own
 epilogue: QKV with bias, RoPE and cache, gate and up with SwiGLU, O and down added to an fp32 residual stream. cuBLASLt
@@ -202,6 +203,7 @@ def main() -> int:
     parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--tokens", nargs="+", type=positive, default=[16, 64, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--stage", nargs="+", default=list(OPS), choices=list(OPS), help="products of a layer")
     parser.add_argument("--no-peers", action="store_true", help="without cuBLASLt")
     parser.add_argument("--chosen-only", action="store_true", help="only what the launchers take by themselves")
     result_arguments(parser, "gemm_MODEL_tpN.json")
@@ -221,6 +223,8 @@ def main() -> int:
             for tp in a.tp:
                 common = {"model": size, "tp": tp, "dtype": dtype}
                 for stage, (N, K) in shapes(SIZES[size], tp).items():
+                    if stage not in a.stage:
+                        continue
                     weights = make_weights(dev, N, K, gemm.fp8)
                     for T in a.tokens:
                         case = make_case(dev, gemm, SIZES[size], tp, stage, T, weights)

@@ -11,17 +11,17 @@
 #define OPERANDS BY_VALUE TensorMap x, BY_VALUE TensorMap w, BY_VALUE TensorMap y, float *partials, uint32_t *counters
 #define SIZES int T, int K, int split_tiles, int pieces, int share_p
 #define ARGS (GemmArgs{x, w, y, partials, counters, nullptr, nullptr, nullptr, T, K, split_tiles, pieces, share_p})
-#define NAME(op, V, BLOCKS) KERNEL_OCC(GEMM_BLOCK, BLOCKS) void gemm_##op##_bf16_##V
+#define NAME(op, V, BLOCKS, ...) KERNEL_OCC((GemmShape<__VA_ARGS__>::THREADS), BLOCKS) void gemm_##op##_bf16_##V
 #define INSTANCE(...) <ProductBf16, GemmShape<__VA_ARGS__>>
 
 #define ADD(V, BLOCKS, ...) \
-  NAME(add, V, BLOCKS)(float* h, OPERANDS, int N, SIZES) { gemm_add INSTANCE(__VA_ARGS__)(ARGS, h, N); }
+  NAME(add, V, BLOCKS, __VA_ARGS__)(float* h, OPERANDS, int N, SIZES) { gemm_add INSTANCE(__VA_ARGS__)(ARGS, h, N); }
 #define STORE(V, BLOCKS, ...) \
-  NAME(store, V, BLOCKS)(bf16* c, OPERANDS, int N, SIZES) { gemm_store INSTANCE(__VA_ARGS__)(ARGS, c, N); }
+  NAME(store, V, BLOCKS, __VA_ARGS__)(bf16* c, OPERANDS, int N, SIZES) { gemm_store INSTANCE(__VA_ARGS__)(ARGS, c, N); }
 #define SWIGLU(V, BLOCKS, ...) \
-  NAME(swiglu, V, BLOCKS)(bf16* act, OPERANDS, int I, SIZES) { gemm_swiglu INSTANCE(__VA_ARGS__)(ARGS, act, I); }
+  NAME(swiglu, V, BLOCKS, __VA_ARGS__)(bf16* act, OPERANDS, int I, SIZES) { gemm_swiglu INSTANCE(__VA_ARGS__)(ARGS, act, I); }
 #define QKV(V, BLOCKS, ...)                                                                                                    \
-  NAME(qkv, V, BLOCKS)(bf16* q, void* k_cache, void* v_cache, uint8_t* fine, OPERANDS, const float* bias, const float2* rope, const int32_t* span, int H, int KV,  \
+  NAME(qkv, V, BLOCKS, __VA_ARGS__)(bf16* q, void* k_cache, void* v_cache, uint8_t* fine, OPERANDS, const float* bias, const float2* rope, const int32_t* span, int H, int KV,  \
                        int shift, int max_len, int e4m3, SIZES) {                                                          \
     gemm_qkv INSTANCE(__VA_ARGS__)(ARGS, QkvTarget{q, {k_cache, v_cache, fine, e4m3, KV, max_len}, bias, rope, span, T, H, shift});          \
   }
@@ -31,6 +31,7 @@
 #define FEW64(op) op(few64, 2, true, 64, 4, 2, 1)
 #define MANY128(op) op(many128, 1, false, 128, 6, 1, 2)
 #define MANY144(op) op(many144, 1, false, 144, 6, 1, 2)
+#define MANY160(op) op(many160, 1, false, 160, 6, 1, 2)
 #define MANY192(op) op(many192, 1, false, 192, 5, 1, 2)
 #define MANY224(op) op(many224, 1, false, 224, 5, 1, 2)
 #define MANY256(op) op(many256, 1, false, 256, 4, 1, 2)
@@ -50,5 +51,8 @@ MANY224(SWIGLU)
 FEW16(QKV)
 FEW64(QKV)
 MANY128(QKV)
+MANY144(QKV)
+MANY160(QKV)
 MANY192(QKV)
+MANY256(QKV)
 CUT128(QKV)

@@ -47,3 +47,28 @@ struct PairOperand {
       tma_multicast_2d(dst + (rank * (ROWS / 2) + i * unit) * SWIZZLE_ROW, map, bar, k, first(tile * units + i) + rank * apart, BOTH_BLOCKS);
   }
 };
+
+// Heads of 128 dimensions: a tile has one head of its own and `EXTRA` pairs of another, which 64 / EXTRA tiles share; so a half comes in two boxes.
+// Tensor maps: (K, rows), boxes (slice, 64) and (slice, EXTRA).
+template <int ROWS>
+struct HeadOperand {
+  static constexpr int HALF = 64, EXTRA = ROWS / 2 - HALF, SHARERS = HALF / EXTRA;
+  static_assert(HALF % EXTRA == 0, "a head is shared by whole tiles");
+  const TensorMap &map, &extra;
+  static DEVICE int own_head(int tile) { return tile / SHARERS * (SHARERS + 1) + tile % SHARERS; }
+  static DEVICE int shared_head(int tile) { return tile / SHARERS * (SHARERS + 1) + SHARERS; }
+  static DEVICE int shared_pair(int tile) { return tile % SHARERS * EXTRA; }
+  DEVICE int own_row(int tile, int half) const { return own_head(tile) * (2 * HALF) + half * HALF; }
+  DEVICE int shared_row(int tile, int half) const { return shared_head(tile) * (2 * HALF) + half * HALF + shared_pair(tile); }
+  DEVICE int row(int tile, int half, int r) const { return r < HALF ? own_row(tile, half) + r : shared_row(tile, half) + r - HALF; }
+  DEVICE void load(unsigned char* dst, uint64_t* bar, int tile, int k) const {
+    for (int half = 0; half < 2; half++) {
+      tma_load_2d(dst + half * (ROWS / 2) * SWIZZLE_ROW, map, bar, k, own_row(tile, half));
+      tma_load_2d(dst + (half * (ROWS / 2) + HALF) * SWIZZLE_ROW, extra, bar, k, shared_row(tile, half));
+    }
+  }
+  DEVICE void share(unsigned char* dst, uint64_t* bar, int tile, int k, int rank) const {
+    tma_multicast_2d(dst + rank * (ROWS / 2) * SWIZZLE_ROW, map, bar, k, own_row(tile, rank), BOTH_BLOCKS);
+    tma_multicast_2d(dst + (rank * (ROWS / 2) + HALF) * SWIZZLE_ROW, extra, bar, k, shared_row(tile, rank), BOTH_BLOCKS);
+  }
+};

@@ -1,6 +1,6 @@
 // gemm_ops_sm90.cuh - the prefill products of include/gemm_sm90.cuh for either weight type, as their entry points call them.
 #pragma once
-#include "gemm_qkv_sm90.cuh"
+#include "gemm_cut_sm90.cuh"
 
 DEVICE int tiles_of(int n, int tile) { return (n + tile - 1) / tile; }
 
@@ -24,10 +24,12 @@ struct GemmFinish {
   static constexpr int OUTPUTS = (Shape::BN + WARPGROUP - 1) / WARPGROUP;  // of a thread
   struct Ahead {
     float token[2], scale[OUTPUTS], bias[OUTPUTS];
+    typename Out::Early early;
   };
   DEVICE int output(int i) const { return int(threadIdx.x) % WARPGROUP + i * WARPGROUP; }
   DEVICE Ahead begin(int p, int q) const {
     Ahead a{};
+    if constexpr (Out::BIASED) a.early = out.early(p, q);
     if constexpr (AHEAD) {
       const ManyAt<Shape> at(p, q);
       if constexpr (Product::SCALED) a.token[0] = scales.of_token(at.token(0)), a.token[1] = scales.of_token(at.token(1));
@@ -42,7 +44,8 @@ struct GemmFinish {
     }
     return a;
   }
-  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, typename Shape::Place place, const Ahead& a, float* outputs) const {
+  template <class Place>
+  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, Place& place, const Ahead& a, float* outputs) const {
     if constexpr (AHEAD) {
       meet_warpgroup();  // the last tile's have been read
 #pragma unroll
@@ -56,11 +59,16 @@ struct GemmFinish {
     }
     if constexpr (Product::SCALED && Shape::FEW) scale_few<Shape>(sum, scales, weights, p, q);
     if constexpr (Product::SCALED && !Shape::FEW)
-      out(sum, p, q, ScaleMany<Shape>{outputs, a.token[0], a.token[1]}, place, outputs + Shape::BN);
+      out(sum, p, q, ScaleMany<Shape>{outputs, a.token[0], a.token[1]}, place, outputs + Shape::BN, a.early);
     else
-      out(sum, p, q, ScaleNothing(), place, outputs + Shape::BN);
+      out(sum, p, q, ScaleNothing(), place, outputs + Shape::BN, a.early);
   }
 };
+
+template <bool CUT, class... Args>
+struct GemmEnd { using type = GemmFinish<Args...>; };
+template <class... Args>
+struct GemmEnd<true, Args...> { using type = GemmCutFinish<Args...>; };
 
 // `rows` of weights.
 template <class Product, class Shape, class Weights, class Out>
@@ -69,11 +77,11 @@ DEVICE void gemm_run(const GemmArgs& a, int rows, const Weights& weights, const 
   const GemmPlan<Shape::CLUSTER> plan{tiles_of(p_rows, GEMM_P), tiles_of(q_rows, Shape::BN), tiles_of(a.K, Product::K), a.split_tiles, a.pieces,
                                       a.share_p != 0, Shape::CUT, a.partials, a.counters};
   const Scales scales{a.x_scale, a.w_scale, a.up_scale, a.T, rows, a.up_scale ? rows / 2 : rows};
-  const GemmFinish<Product, Shape, Weights, Out> finish{scales, weights, out};
+  const typename GemmEnd<Shape::CUT, Product, Shape, Weights, Out>::type finish{scales, weights, out};
   if constexpr (Shape::FEW)
-    gemm_sm90<Product, Shape, Out::SLOTS>(plan, weights, PlainOperand<Shape::BN>{a.x}, finish);
+    gemm_sm90<Product, Shape, Out::SLOTS>(plan, weights, PlainOperand<Shape::BN>{a.x}, a.y, finish);
   else
-    gemm_sm90<Product, Shape, Out::SLOTS>(plan, PlainOperand<GEMM_P>{a.x}, weights, finish);
+    gemm_sm90<Product, Shape, Out::SLOTS>(plan, PlainOperand<GEMM_P>{a.x}, weights, a.y, finish);
 }
 
 template <class Product, class Shape, class Out>
@@ -112,14 +120,16 @@ DEVICE void gemm_swiglu(const GemmArgs& a, bf16* act, int I) {
     gemm_run<Product, Shape>(a, 2 * I, weights, SwigluManyTokens<Shape>{a.y, a.T, I});
 }
 
-// The weights: heads. The pairs of a tile that is no whole number of heads come in smaller units.
+// The weights: heads; whole ones, or as HeadOperand mixes them, with the smaller boxes' map where others have the output's.
 template <class Product, class Shape>
 DEVICE void gemm_qkv(const GemmArgs& a, const QkvTarget& to) {
   constexpr int ROWS = Shape::FEW ? GEMM_P : Shape::BN;
   const int half = 1 << to.shift, rows = to.heads() * 2 * half;
-  const int unit = ROWS / 2 % half == 0 ? half : 32;
-  const PairOperand<ROWS> weights(a.w, unit, half, 2 * half, half);
-  if constexpr (Shape::FEW)
+  if constexpr (ROWS % 128 != 0) return gemm_run<Product, Shape>(a, rows, HeadOperand<ROWS>{a.w, a.y}, QkvManyTokens<Shape>{to});
+  const PairOperand<ROWS> weights(a.w, half, half, 2 * half, half);
+  if constexpr (Shape::CUT)
+    gemm_run<Product, Shape>(a, rows, weights, QkvCutTile<Shape>{to});
+  else if constexpr (Shape::FEW)
     gemm_run<Product, Shape>(a, rows, weights, QkvFewTokens<Shape>{to});
   else
     gemm_run<Product, Shape>(a, rows, weights, QkvManyTokens<Shape>{to});

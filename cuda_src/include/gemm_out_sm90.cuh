@@ -1,6 +1,6 @@
 // gemm_out_sm90.cuh - what becomes of a tile's sums (include/gemm_sm90.cuh): added to the residual stream, stored, SwiGLU.
 //
-// With many tokens consumer thread 128 + 32·warp + 4g + t holds, in sum[0][4j + 2i] and the next, columns 8j + 2t and the next (outputs) of
+// With many tokens consumer thread 32·warp + 4g + t holds, in sum[0][4j + 2i] and the next, columns 8j + 2t and the next (outputs) of
 // the tile's row 16·warp + g + 8i (a token). With few, in sum[slab][4j + 2i] and the next, columns 8j + 2t and the next (tokens) of its
 // warpgroup's half, of row 64·slab + 16·(warp % 4) + g + 8i (an output).
 #pragma once
@@ -11,7 +11,7 @@ template <class Shape>
 struct ManyAt {
   int token0, output0;
   DEVICE ManyAt(int p, int q)
-      : token0(p * GEMM_P + (int(threadIdx.x) - WARPGROUP) / WARP * 16 + int(threadIdx.x) % WARP / 4),
+      : token0(p * GEMM_P + int(threadIdx.x) / WARP * 16 + int(threadIdx.x) % WARP / 4),
         output0(q * Shape::BN + int(threadIdx.x) % 4 * 2) {}
   DEVICE int token(int i) const { return token0 + 8 * i; }
   DEVICE int output(int j) const { return output0 + 8 * j; }
@@ -20,7 +20,7 @@ template <class Shape>
 struct FewAt {
   int token0, row;  // row: of a slab
   DEVICE explicit FewAt(int q)
-      : token0(q * Shape::BN + (int(threadIdx.x) / WARPGROUP - 1) * (Shape::BN / 2) + int(threadIdx.x) % 4 * 2),
+      : token0(q * Shape::BN + int(threadIdx.x) / WARPGROUP * (Shape::BN / 2) + int(threadIdx.x) % 4 * 2),
         row(int(threadIdx.x) % WARPGROUP / WARP * 16 + int(threadIdx.x) % WARP / 4) {}
   DEVICE int token(int s) const { return token0 + s / 4 * 8 + s % 2; }  // of sum s
   DEVICE int in_slab(int s) const { return row + s / 2 % 2 * 8; }
@@ -65,7 +65,7 @@ DEVICE void scale_few(typename Shape::Sums& sum, const Scales& s, const Weights&
 }
 
 // A barrier of the threads of a consumer warpgroup.
-DEVICE void meet_warpgroup() { named_barrier(GEMM_BARRIER + int(threadIdx.x) / WARPGROUP, WARPGROUP); }
+DEVICE void meet_warpgroup() { named_barrier(GEMM_BARRIER + 1 + int(threadIdx.x) / WARPGROUP, WARPGROUP); }
 
 // Among the four lanes of a quad, lane t gets word t of each lane, in their order: eight neighbours of one column tile instead of two of four.
 DEVICE uint4 quad_transpose(const uint32_t (&w)[4]) {
@@ -129,7 +129,7 @@ struct Boxes {
 template <int COLUMNS, int WIDTH>
 DEVICE constexpr int box_column(int i) { return (i + 1) * WIDTH <= COLUMNS ? i * WIDTH : COLUMNS - WIDTH; }
 // The first row of the tokens of this warpgroup; their part of a box.
-DEVICE int group_token(int p) { return p * GEMM_P + (int(threadIdx.x) / WARPGROUP - 1) * 64; }
+DEVICE int group_token(int p) { return p * GEMM_P + int(threadIdx.x) / WARPGROUP * 64; }
 
 // bf16: word(j, i) has the outputs of column tile j (of 8 in the box), row half i.
 template <class Word>
@@ -157,15 +157,18 @@ DEVICE void put_f32_box(unsigned char* box, const Sums& sum, int j0) {
     }
 }
 
+struct Nothing {};  // that an output requests before the tile's products
+
 // ---- h[t, n] += y, fp32 ---------------------------------------------------------------------------------------------------------
 template <class Shape>
 struct AddManyTokens {
   static constexpr bool BIASED = false;
+  using Early = Nothing;
   static constexpr int SLOTS = 2, WIDTH = 32;  // of a box
   const TensorMap& h;
   int T, N;
   template <class Scale>
-  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float*) const {
+  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float*, Nothing) const {
     const Boxes<Shape, SLOTS> boxes{tray};
     const int t = group_token(p);
 #pragma unroll
@@ -179,39 +182,15 @@ struct AddManyTokens {
     }
   }
 };
-// f(half, i) for the units of a cut tile that `mask` has.
-template <class F>
-DEVICE void each_unit(uint32_t mask, const F& f) {
-#pragma unroll
-  for (int u = 0; u < 4; u++)
-    if (mask >> u & 1) f(u / 2, u % 2);
-}
-template <class Shape>
-struct AddCutTile {
-  static constexpr bool BIASED = false;
-  static constexpr int SLOTS = 0;
-  float* h;
-  int T, N;
-  template <class Scale>
-  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, uint32_t mask, const float*) const {
-    scale.tiles(sum, 0, Shape::BN / 8);
-    const ManyAt<Shape> at(p, q);
-    each_unit(mask, [&](int half, int i) {
-#pragma unroll
-      for (int k = 0; k < Shape::BN / 16; k++) {
-        const int s = gemm_unit_sum<Shape>(half, i, k), t = at.token(i), n = at.output(s / 4);
-        if (t < T && n < N) red_add_f32x2(h + int64_t(t) * N + n, sum[0][s], sum[0][s + 1]);
-      }
-    });
-  }
-};
 template <class Shape>
 struct AddFewTokens {
   static constexpr bool BIASED = false;
+  using Early = Nothing;
   static constexpr int SLOTS = 0;
   float* h;
   int T, N;
-  DEVICE void operator()(const typename Shape::Sums& sum, int p, int q, ScaleNothing, unsigned char*, const float*) const {
+  template <class Place>
+  DEVICE void operator()(const typename Shape::Sums& sum, int p, int q, ScaleNothing, const Place&, const float*, Nothing) const {
     each_few<Shape>(sum, p, q, T, N, [&](int t, int n, float y) { atomicAdd(h + int64_t(t) * N + n, y); });
   }
 };
@@ -220,11 +199,12 @@ struct AddFewTokens {
 template <class Shape>
 struct StoreManyTokens {
   static constexpr bool BIASED = false;
+  using Early = Nothing;
   static constexpr int SLOTS = 2, WIDTH = 64;
   const TensorMap& c;
   int T, N;
   template <class Scale>
-  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float*) const {
+  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float*, Nothing) const {
     scale.tiles(sum, 0, Shape::BN / 8);
     const Boxes<Shape, SLOTS> boxes{tray};
     const int t = group_token(p);
@@ -243,38 +223,14 @@ struct StoreManyTokens {
   }
 };
 template <class Shape>
-struct StoreCutTile {
-  static constexpr bool BIASED = false;
-  static constexpr int SLOTS = 0;
-  bf16* c;
-  int T, N;
-  template <class Scale>
-  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, uint32_t mask, const float*) const {
-    scale.tiles(sum, 0, Shape::BN / 8);
-    const ManyAt<Shape> at(p, q);
-    each_unit(mask, [&](int half, int i) {
-#pragma unroll
-      for (int k0 = 0; k0 < Shape::BN / 16; k0 += 4) {
-        uint32_t w[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const int s = gemm_unit_sum<Shape>(half, i, k0 + k);
-          w[k] = pack_bf16(sum[0][s], sum[0][s + 1]);
-        }
-        const uint4 pack = quad_transpose(w);
-        const int t = at.token(i), n = q * Shape::BN + 2 * gemm_unit_sum<Shape>(half, 0, k0) + 8 * (int(threadIdx.x) % 4);
-        if (t < T && n < N) *reinterpret_cast<uint4*>(c + int64_t(t) * N + n) = pack;
-      }
-    });
-  }
-};
-template <class Shape>
 struct StoreFewTokens {
   static constexpr bool BIASED = false;
+  using Early = Nothing;
   static constexpr int SLOTS = 0;
   bf16* c;
   int T, N;
-  DEVICE void operator()(const typename Shape::Sums& sum, int p, int q, ScaleNothing, unsigned char*, const float*) const {
+  template <class Place>
+  DEVICE void operator()(const typename Shape::Sums& sum, int p, int q, ScaleNothing, const Place&, const float*, Nothing) const {
     each_few<Shape>(sum, p, q, T, N, [&](int t, int n, float y) { c[int64_t(t) * N + n] = __float2bfloat16_rn(y); });
   }
 };
@@ -295,12 +251,13 @@ DEVICE void each_pair_few(const typename Shape::Sums& sum, int p, int q, int T, 
 template <class Shape>
 struct SwigluManyTokens {
   static constexpr bool BIASED = false;
+  using Early = Nothing;
   static constexpr int SLOTS = 1, WIDTH = 64;
   static constexpr int OUTPUTS = Shape::BN / 2;
   const TensorMap& act;
   int T, I;
   template <class Scale>
-  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float*) const {
+  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float*, Nothing) const {
     scale.tiles(sum, 0, Shape::BN / 8);
     const Boxes<Shape, SLOTS> boxes{tray};
     const int t = group_token(p);
@@ -321,10 +278,12 @@ struct SwigluManyTokens {
 template <class Shape>
 struct SwigluFewTokens {
   static constexpr bool BIASED = false;
+  using Early = Nothing;
   static constexpr int SLOTS = 0;
   bf16* act;
   int T, I;
-  DEVICE void operator()(const typename Shape::Sums& sum, int p, int q, ScaleNothing, unsigned char*, const float*) const {
+  template <class Place>
+  DEVICE void operator()(const typename Shape::Sums& sum, int p, int q, ScaleNothing, const Place&, const float*, Nothing) const {
     each_pair_few<Shape>(sum, p, q, T, I, [&](int t, int n, float x, float y) {
       act[int64_t(t) * I + n] = __float2bfloat16_rn(swiglu(x, y));
     });

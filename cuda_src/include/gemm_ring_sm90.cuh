@@ -5,24 +5,20 @@
 #include "vec.cuh"
 
 constexpr int GEMM_P = 128;  // rows of a tile
-constexpr int GEMM_CONSUMERS = 2 * WARPGROUP, GEMM_BLOCK = GEMM_CONSUMERS + WARPGROUP;
+constexpr int GEMM_CONSUMERS = 2 * WARPGROUP;  // threads; the producer's are behind them
 constexpr int GEMM_BARRIER = 1;  // named barrier of the consumers
 
-template <bool CUT>
-struct GemmPlace { using type = unsigned char*; };
-template <>
-struct GemmPlace<true> { using type = uint32_t; };
 // One instance of the kernel. BLOCKS: that a multiprocessor holds. CLUSTER_BLOCKS: that share slices; 0: the cluster, of any size, cuts a tile.
 template <bool FEW_TOKENS, int TILE_WIDTH, int RING_STAGES, int BLOCKS_PER_SM, int CLUSTER_BLOCKS>
 struct GemmShape {
   static constexpr bool FEW = FEW_TOKENS;
   static constexpr int BN = TILE_WIDTH, STAGES = RING_STAGES, BLOCKS = BLOCKS_PER_SM, CLUSTER = CLUSTER_BLOCKS ? CLUSTER_BLOCKS : 1;
   static constexpr bool CUT = CLUSTER_BLOCKS == 0;
+  // Where tiles are cut the producer is one warp, and no registers move.
+  static constexpr int THREADS = GEMM_CONSUMERS + (CUT ? WARP : WARPGROUP);
   // A consumer thread's sums: of each slab of 64 rows that its warpgroup multiplies, and of the columns that it multiplies it with.
   static constexpr int SLABS = FEW ? 2 : 1, REGS = BN / 2 / SLABS;
   using Sums = float[SLABS][REGS];
-  // What becomes of sums gets a tray, or a bit for each unit of a cut tile that is this block's.
-  using Place = typename GemmPlace<CUT>::type;
 };
 
 struct ProductBf16 {
@@ -210,7 +206,7 @@ struct GemmTrays {
   int stage[SLOTS ? SLOTS : 1];
   bool held = false;
   DEVICE unsigned char* take(const Ring& ring, RingPosition<Shape::STAGES>& r) {
-    const int group = int(threadIdx.x) / WARPGROUP - 1;
+    const int group = int(threadIdx.x) / WARPGROUP;
     unsigned char* mine = ring.base;
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {

@@ -1,7 +1,7 @@
 // gemm_sm90.cuh - C = P·Qᵀ on Hopper's tensor cores: bulk tensor copies into a ring, warpgroup products, one wave of blocks.
 //
-// P [p, K] and Q [q, K] row-major; one is the weights, the other the tokens. A block computes tiles of 128 × BN of C. Warpgroup 0 is the
-// producer: one thread of it keeps STAGES slices of 128 bytes of K of both operands on their way (`full` barriers). Warpgroups 1 and 2
+// P [p, K] and Q [q, K] row-major; one is the weights, the other the tokens. A block computes tiles of 128 × BN of C. Warpgroup 2 is the
+// producer: one thread of it keeps STAGES slices of 128 bytes of K of both operands on their way (`full` barriers). Warpgroups 0 and 1
 // wait for a slice, issue its products, and give the slice before it back (`empty` barriers).
 //   many tokens: P = tokens, 64 for each warpgroup; Q = weights; BN is chosen so that the tiles fill the last wave too
 //   few tokens:  P = weights, in two slabs of 64; Q = all the tokens, half of them for each warpgroup: the weights are read once, and a tile
@@ -17,7 +17,7 @@
 // time. Then whole tiles, wave by wave.
 // The weights' first slices are requested before griddep_wait: nothing that runs before this kernel writes them.
 //
-// grid: at most as many blocks as are resident, whole clusters; block: 384; dynamic shared memory: GemmRing::BYTES, a kilobyte for the barriers.
+// grid: at most as many blocks as are resident, whole clusters; block: 384, 288 where clusters cut tiles; dynamic shared memory: GemmRing::BYTES, a kilobyte for the barriers.
 // bytes moved: P once for each group of tiles that run together, Q once; partial sums 128·BN·4 twice for each piece.
 // PRECOND  sm_90a; rows of whole 16 bytes; tensor maps with boxes of 128 bytes × 128 (P) or BN rows (Q), half of that where the cluster shares
 //          the operand, for pairs as include/gemm_operand_sm90.cuh says; what GemmPlan says
@@ -27,7 +27,7 @@
 // The consumers' sums over some slices of a tile.
 template <class Product, class Shape, class Trays>
 DEVICE void gemm_multiply(typename Shape::Sums& sum, const GemmRing<Shape>& ring, RingPosition<Shape::STAGES>& r, Trays& trays, int slices) {
-  const int group = int(threadIdx.x) / WARPGROUP - 1;
+  const int group = int(threadIdx.x) / WARPGROUP;
   const int p_row = Shape::FEW ? 0 : group * 64, q_row = Shape::FEW ? group * (Shape::BN / 2) : 0;
   int before = -1;
   const int late = slices > 1;  // by then the copies from the trays have read them
@@ -56,8 +56,10 @@ DEVICE void gemm_multiply(typename Shape::Sums& sum, const GemmRing<Shape>& ring
 template <class Shape>
 DEVICE bool gemm_combine(typename Shape::Sums& sums, const GemmPlan<Shape::CLUSTER>& plan, const GemmWork& w, int* last) {
   constexpr int SUMS = Shape::SLABS * Shape::REGS, BATCH = SUMS >= 64 ? 1 : 64 / SUMS;  // pieces whose sums are on their way together
+  constexpr int WIDTH = SUMS % 16 == 0 && SUMS > 64 ? SUMS / 16 : SUMS / 4;  // packs of each: more at once would not fit into registers
+  static_assert(SUMS / 4 % WIDTH == 0, "whole batches");
   float* sum = sums[0];
-  const int thread = int(threadIdx.x) - WARPGROUP, pieces = plan.pieces;
+  const int thread = int(threadIdx.x), pieces = plan.pieces;
   const auto piece = [&](int i) {
     const int64_t slot = (i * plan.split_tiles + w.tile) * Shape::CLUSTER + plan.rank();
     return reinterpret_cast<float4*>(plan.partials + slot * (GEMM_P * Shape::BN)) + thread;
@@ -72,112 +74,57 @@ DEVICE bool gemm_combine(typename Shape::Sums& sums, const GemmPlan<Shape::CLUST
   if (!*last) return false;
 #pragma unroll
   for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
-  for (int k0 = 0; k0 < pieces; k0 += BATCH) {
-    float4 part[BATCH][SUMS / 4];
+  for (int k0 = 0; k0 < pieces; k0 += BATCH)
 #pragma unroll
-    for (int k = 0; k < BATCH; k++)
+    for (int i0 = 0; i0 < SUMS / 4; i0 += WIDTH) {
+      float4 part[BATCH][WIDTH];
 #pragma unroll
-      for (int i = 0; i < SUMS / 4; i++)
-        part[k][i] = k0 + k < pieces ? ld_global_f4(piece(k0 + k) + i * GEMM_CONSUMERS) : make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int k = 0; k < BATCH; k++)
 #pragma unroll
-    for (int k = 0; k < BATCH; k++)
+        for (int i = 0; i < WIDTH; i++)
+          part[k][i] = k0 + k < pieces ? ld_global_f4(piece(k0 + k) + (i0 + i) * GEMM_CONSUMERS) : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-      for (int i = 0; i < SUMS / 4; i++) {
-        sum[4 * i] += part[k][i].x, sum[4 * i + 1] += part[k][i].y;
-        sum[4 * i + 2] += part[k][i].z, sum[4 * i + 3] += part[k][i].w;
-      }
-  }
+      for (int k = 0; k < BATCH; k++)
+#pragma unroll
+        for (int i = 0; i < WIDTH; i++) {
+          float* to = sum + 4 * (i0 + i);
+          to[0] += part[k][i].x, to[1] += part[k][i].y, to[2] += part[k][i].z, to[3] += part[k][i].w;
+        }
+    }
   return true;
 }
 
-// A tile that a cluster has cut is finished by all its blocks: of the four units of its sums (column halves × row halves) each owns some, gets
-// the others' sums of these, and adds them in the order of K. Returns a bit for each unit that this block owns: 2·half + i of the sums.
-template <class Shape>
-DEVICE int gemm_owner(int unit, int pieces) { return unit * pieces / 4; }
-// Pair k of a unit's sums. Halves are of every eight column tiles, so that both dimensions that RoPE turns are in one; or of all.
-template <class Shape>
-DEVICE int gemm_unit_sum(int half, int i, int k) {
-  constexpr int TILES = Shape::BN / 8;
-  return 4 * (TILES % 8 ? half * (TILES / 2) + k : k / 4 * 8 + half * 4 + k % 4) + 2 * i;
-}
-template <class Shape>
-DEVICE uint32_t gemm_exchange(typename Shape::Sums& sums, const GemmRing<Shape>& ring, int pieces) {
-  static_assert(Shape::SLABS == 1 && Shape::REGS % 16 == 0, "units are of whole packs");
-  constexpr int PACKS = Shape::REGS / 16;  // of four sums, in a unit
-  float* sum = sums[0];
-  const int thread = int(threadIdx.x) - WARPGROUP, rank = int(blockIdx.x) % pieces;
-  // Of an owner's `local` unit, what the block with piece `other` of the others brings.
-  const auto slot = [&](int local, int other, int k) {
-    return reinterpret_cast<float4*>(ring.sums()) + ((local * (pieces - 1) + other) * PACKS + k) * GEMM_CONSUMERS + thread;
-  };
-  const auto pack = [&](int unit, int k) {
-    const int a = gemm_unit_sum<Shape>(unit / 2, unit % 2, 2 * k), b = gemm_unit_sum<Shape>(unit / 2, unit % 2, 2 * k + 1);
-    return make_float4(sum[a], sum[a + 1], sum[b], sum[b + 1]);
-  };
-  const int first = (4 * rank + pieces - 1) / pieces;  // unit that this block owns
-  int owned = 0;
-#pragma unroll
-  for (int u = 0; u < 4; u++) owned += gemm_owner<Shape>(u, pieces) == rank;
-  if (thread == 0) push_expect(ring.pushed(), uint32_t(owned * (pieces - 1) * PACKS * GEMM_CONSUMERS * sizeof(float4)));
-  cluster_wait();  // all blocks have begun
-#pragma unroll
-  for (int u = 0; u < 4; u++) {
-    const int owner = gemm_owner<Shape>(u, pieces), local = u - (4 * owner + pieces - 1) / pieces;
-    if (owner == rank) continue;
-#pragma unroll
-    for (int k = 0; k < PACKS; k++) push_f4(slot(local, rank - (rank > owner), k), uint32_t(owner), pack(u, k), ring.pushed());
-  }
-  const uint64_t begin = global_timer_ns();
-  while (!push_arrived(ring.pushed()))
-    if (global_timer_ns() - begin > 2000000000ull) trap();
-  uint32_t mask = 0;
-#pragma unroll
-  for (int u = 0; u < 4; u++) {
-    if (gemm_owner<Shape>(u, pieces) != rank) continue;
-    mask |= 1u << u;
-#pragma unroll
-    for (int k = 0; k < PACKS; k++) {
-      const float4 own = pack(u, k);
-      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-      for (int piece = 0; piece < pieces; piece++) {
-        const float4 part = piece == rank ? own : *slot(u - first, piece - (piece > rank), k);
-        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-      }
-      const int a = gemm_unit_sum<Shape>(u / 2, u % 2, 2 * k), b = gemm_unit_sum<Shape>(u / 2, u % 2, 2 * k + 1);
-      sum[a] = total.x, sum[a + 1] = total.y, sum[b] = total.z, sum[b + 1] = total.w;
-    }
-  }
-  return mask;
-}
-
-// The whole kernel. out(sum, p_tile, q_tile, place, ahead, outputs): what becomes of a tile's sums, which it may change; called by the consumers,
-// all threads of a warpgroup together. place: a tray, GemmTrays::BYTES of the warpgroup's own, thread 0 of the warpgroup starts the copies from
-// there; or the units of a cut tile. ahead: what out.begin(p_tile, q_tile) has requested before the tile's products, so that nobody waits for it.
+// The whole kernel. out(sum, p_tile, q_tile, tray, ahead, outputs): what becomes of a tile's sums, which it may change; called by the consumers,
+// all threads of a warpgroup together. tray: GemmTrays::BYTES of the warpgroup's own, thread 0 of the warpgroup starts the copies from there.
+// ahead: what out.begin(p_tile, q_tile) has requested before the tile's products, so that nobody waits for it. Cut tiles: out.exchange().
 template <class Product, class Shape, int SLOTS, class P, class Q, class Out>
-DEVICE void gemm_sm90(const GemmPlan<Shape::CLUSTER>& plan, const P& p, const Q& q, const Out& out) {
+DEVICE void gemm_sm90(const GemmPlan<Shape::CLUSTER>& plan, const P& p, const Q& q, const TensorMap& y, const Out& out) {
   static_assert(Shape::STAGES >= SLOTS + 2, "the next tile's first two slices are multiplied before trays are given back");
   DYN_SHARED_TILES(unsigned char, memory);
   const GemmRing<Shape> ring{memory};
+  if (threadIdx.x == GEMM_CONSUMERS) {
+    tma_prefetch(p.map), tma_prefetch(q.map);
+    if (SLOTS) tma_prefetch(y);
+  }
   ring.init();
   griddep_launch();
-  if (threadIdx.x < WARPGROUP) {
-    register_decrease<Shape::BLOCKS == 1 ? 40 : 48>();
-    if (threadIdx.x == 0) gemm_produce<Product, Shape, SLOTS>(ring, plan, p, q);
+  if (threadIdx.x >= GEMM_CONSUMERS) {
+    if constexpr (!Shape::CUT) register_decrease<Shape::BLOCKS == 1 ? 40 : 48>();
+    if (threadIdx.x == GEMM_CONSUMERS) gemm_produce<Product, Shape, SLOTS>(ring, plan, p, q);
   } else {
-    register_increase<Shape::BLOCKS == 1 ? 232 : 96>();
+    if constexpr (!Shape::CUT) register_increase<Shape::BLOCKS == 1 ? 232 : 96>();
     griddep_wait();
     GemmSchedule<Shape::CLUSTER> schedule(plan);
     RingPosition<Shape::STAGES> r;
     GemmTrays<Shape, SLOTS> trays;
-    float* outputs = ring.outputs(int(threadIdx.x) / WARPGROUP - 1);
+    float* outputs = ring.outputs(int(threadIdx.x) / WARPGROUP);
     typename Shape::Sums sum;
     for (GemmWork w; schedule.next(w);) {
-      const auto ahead = out.begin(w.p, w.q);
+      auto ahead = out.begin(w.p, w.q);
       gemm_multiply<Product, Shape>(sum, ring, r, trays, w.k1 - w.k0);
       unsigned char* tray = trays.take(ring, r);
       if constexpr (Shape::CUT) {
-        const uint32_t units = gemm_exchange<Shape>(sum, ring, plan.pieces);
-        out(sum, w.p, w.q, units, ahead, outputs);
+        out.exchange(sum, ring, plan.pieces, w.p, w.q, ahead, outputs);
         return;
       } else if (w.k1 - w.k0 == plan.k_blocks || gemm_combine<Shape>(sum, plan, w, ring.last())) out(sum, w.p, w.q, tray, ahead, outputs);
     }

@@ -305,6 +305,8 @@ DEVICE void tma_multicast_2d(void* dst, const TensorMap& map, uint64_t* bar, int
   SM90_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
            ::"r"(shared_address(dst)), "l"(&map), "r"(x), "r"(y), "r"(shared_address(bar)), "h"(blocks) : "memory");
 }
+// Fetches the map itself: the first copy that uses it waits for that otherwise.
+DEVICE void tma_prefetch(const TensorMap& map) { SM90_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // One thread copies a box from shared memory (laid out as tma_load_2d does) into the tensor, or adds it to the tensor's fp32 elements; what
 // lies outside of the tensor is dropped. The thread commits, and waits until all but GROUPS groups have been read, before the box is reused.
 DEVICE void tma_store_2d(const TensorMap& map, const void* src, int x, int y) {
@@ -372,6 +374,7 @@ DEVICE void wgmma_operand(uint32_t (&a)[REGS]) {
 #define SM90_T32 SM90_T16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define SM90_T64 SM90_T32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define SM90_T72 SM90_T64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define SM90_T80 SM90_T72 ",%72,%73,%74,%75,%76,%77,%78,%79"
 #define SM90_T96 SM90_T64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define SM90_T112 SM90_T96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define SM90_T128 SM90_T112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
@@ -387,11 +390,13 @@ DEVICE void wgmma_operand(uint32_t (&a)[REGS]) {
   else if constexpr (REGS == 32) SM90_WGMMA("64", type, tail, SM90_T32, "32", "33", "34", SM90_D32(0));                               \
   else if constexpr (REGS == 64) SM90_WGMMA("128", type, tail, SM90_T64, "64", "65", "66", SM90_D32(0), SM90_D32(32));                \
   else if constexpr (REGS == 72) SM90_WGMMA("144", type, tail, SM90_T72, "72", "73", "74", SM90_D32(0), SM90_D32(32), SM90_D8(64));    \
+  else if constexpr (REGS == 80)                                                                                                      \
+    SM90_WGMMA("160", type, tail, SM90_T80, "80", "81", "82", SM90_D32(0), SM90_D32(32), SM90_D8(64), SM90_D8(72));                   \
   else if constexpr (REGS == 96) SM90_WGMMA("192", type, tail, SM90_T96, "96", "97", "98", SM90_D32(0), SM90_D32(32), SM90_D32(64));  \
   else if constexpr (REGS == 112)                                                                                                     \
     SM90_WGMMA("224", type, tail, SM90_T112, "112", "113", "114", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D8(96), SM90_D8(104)); \
   else {                                                                                                                              \
-    static_assert(REGS == 128, "N is 8, 16, 32, 64, 128, 144, 192, 224 or 256");                                                                  \
+    static_assert(REGS == 128, "N is 8, 16, 32, 64, 128, 144, 160, 192, 224 or 256");                                                                  \
     SM90_WGMMA("256", type, tail, SM90_T128, "128", "129", "130", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D32(96));             \
   }
 // k = 16 bf16.

@@ -154,6 +154,7 @@ inline void mma_f16_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t 
 // ---- Hopper: barriers that count bytes, bulk tensor copies, warpgroup products ------------------------------------------------
 inline uint32_t shared_address(const void* p, SIMT_PLACE) { return simt::shared_address(p, place); }
 inline void mbarrier_init(uint64_t* bar, uint32_t arrivals, SIMT_PLACE) { simt::mbarrier_init(bar, arrivals, place); }
+inline void tma_prefetch(const TensorMap&) {}
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint64_t* bar, SIMT_PLACE) { simt::mbarrier_arrive(bar, 0, place); }
 inline void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes, SIMT_PLACE) { simt::mbarrier_arrive(bar, bytes, place); }

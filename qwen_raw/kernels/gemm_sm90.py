@@ -11,7 +11,7 @@ from qwen_raw.errors import QwenRawError, require
 from qwen_raw.kernels.kv_cache import cache_args
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear, check_span
 
-THREADS, P_ROWS, ROW_BYTES, BOX_ROWS = 384, 128, 128, 64  # as in include/gemm_sm90.cuh
+P_ROWS, ROW_BYTES, BOX_ROWS = 128, 128, 64  # as in include/gemm_sm90.cuh
 MAX_SPLIT_TILES, MOST_PIECES = 4096, 16
 ARCH = "sm_90a"
 
@@ -27,6 +27,16 @@ class Variant:
     blocks: int  # a multiprocessor holds
     cluster: int = 1  # blocks that share slices; 0: a cluster of as many blocks as a tile has pieces, which it cuts
     slice_us: float = 0.0  # that a tile's slice takes where all multiprocessors are busy, on an H200
+
+    @property
+    def heads_of_128(self) -> bool:
+        """Whether its tiles of Q, K and V are of heads of 128 dimensions: those that are cut or mix heads."""
+        return not self.cluster or (not self.few and self.BN % P_ROWS > 0)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: two warpgroups multiply; the producer's is one warp where clusters cut tiles."""
+        return 384 if self.cluster else 288
 
     @property
     def smem(self) -> int:
@@ -64,6 +74,7 @@ VARIANTS = {
         Variant("cut128", False, 128, 5, 1, 0, 0.42),
         Variant("many128", False, 128, 6, 1, 2, 0.42),
         Variant("many144", False, 144, 6, 1, 2, 0.44),
+        Variant("many160", False, 160, 6, 1, 2, 0.48),
         Variant("many192", False, 192, 5, 1, 2, 0.56),
         Variant("many224", False, 224, 5, 1, 2, 0.66),
         Variant("many256", False, 256, 4, 1, 2, 0.69),
@@ -76,7 +87,7 @@ CUT_CLUSTERS = {2: 66, 3: 36, 4: 28}  # of so many blocks, that an H200 is known
 CUTS = tuple(CUT_CLUSTERS)
 _EVERYWHERE = (*FEW, "many128", "many256")
 OPERATIONS = {
-    "qkv": (*FEW, "many128", "many192", "cut128"),
+    "qkv": (*FEW, "many128", "many144", "many160", "many192", "many256", "cut128"),
     "add": (*_EVERYWHERE, "many192", "many224", "cut128"),
     "store": (*_EVERYWHERE, "many192", "many224", "cut128"),
     "swiglu": (*_EVERYWHERE, "many144", "many224"),
@@ -143,9 +154,11 @@ def choose(op: str, T: int, rows: int, slices: int, sm_count: int, HD: int = 128
     for name in OPERATIONS[op]:
         v = VARIANTS[name]
         tiles, clusters = v.tiles(T, rows), v.clusters(sm_count)
+        if op == "qkv" and v.heads_of_128 and HD != P_ROWS:
+            continue
         if not v.cluster:
             pieces = cut_pieces(tiles, slices)
-            if pieces > 1 and (op != "qkv" or HD == 128):
+            if pieces > 1:
                 candidates.append(Choice(v, pieces))
         elif name not in FEW:
             most = most_pieces(tiles % clusters, clusters, slices) if tiles < LONG * clusters else 1
@@ -264,29 +277,31 @@ class GemmSm90:
         else:
             legal = choice.pieces in CUTS and choice.pieces <= slices
             require(legal, f"{v.name} in {choice.pieces} pieces of {slices} slices: a cluster cuts a tile in {CUTS}")
-            require(HD == 128, f"{v.name} takes heads of 128 dimensions")
             pieces, split, grid = choice.pieces, tiles, tiles * choice.pieces
         w_box, x_box = (P_ROWS, v.BN) if v.few else (v.BN, P_ROWS)
         if op == "swiglu":
             w_box //= 2
-        elif op == "qkv":  # pairs, in the largest units of which a tile has a whole number
-            w_box = HD // 2 if w_box // 2 % (HD // 2) == 0 else 32
+        elif op == "qkv":
+            require(HD == P_ROWS or not v.heads_of_128, f"{v.name} takes heads of {P_ROWS} dimensions")
+            w_box = HD // 2
         elif v.cluster > 1 and not share_p:
             w_box //= v.cluster
         if share_p:
             x_box //= v.cluster
         x_map = _rows(dev, [x.values], x_box)
         w_map = _rows(dev, [w.weight for w in weights], w_box)
-        y_map = (
-            w_map if v.few or op == "qkv" or not v.cluster else _rows(dev, outputs, BOX_ROWS)
-        )  # the others store by themselves
+        y_map = w_map  # not looked at
+        if op == "qkv" and v.heads_of_128 and v.cluster:
+            y_map = _rows(dev, [w.weight for w in weights], v.BN // 2 - w_box)  # the weights' smaller boxes
+        elif op != "qkv" and not v.few and v.cluster:
+            y_map = _rows(dev, outputs, BOX_ROWS)
         workspace = self.workspace
         args: list[Arg] = [*outputs, x_map, w_map, y_map, workspace.partials, workspace.counters, *scales, *more]
         args += [np.int32(n) for n in (*dims, T, K, split, pieces, share_p)]
         kernel = dev.kernel(self.stem, f"gemm_{op}_{'fp8' if self.fp8 else 'bf16'}_{v.name}")
         size = v.cluster or pieces
         cluster = (size, 1, 1) if size > 1 else None
-        dev.launch(kernel, (grid, 1, 1), (THREADS, 1, 1), args, smem=v.smem, pdl=self.pdl, cluster=cluster)
+        dev.launch(kernel, (grid, 1, 1), (v.threads, 1, 1), args, smem=v.smem, pdl=self.pdl, cluster=cluster)
 
 
 def _rows(dev: Device, matrices: list[Buffer], box: int) -> TensorMap:

@@ -112,6 +112,7 @@ PROBE_MULTICAST(tma_multicast_2d)
       async_fence();                                                                              \
       __syncthreads();                                                                            \
       if (threadIdx.x == 0) {                                                                     \
+        tma_prefetch(map);                                                                        \
         send(map, buffer, at[2 * b], at[2 * b + 1]);                                              \
         bulk_commit();                                                                            \
       }                                                                                           \
@@ -120,6 +121,7 @@ PROBE_MULTICAST(tma_multicast_2d)
   }
 PROBE_BOXES_OUT(tma_store_2d, tma_store_2d)
 PROBE_BOXES_OUT(tma_add_2d, tma_add_2d)
+PROBE_BOXES_OUT(tma_prefetch, tma_store_2d)
 PROBE_BOXES_OUT(bulk_commit, tma_store_2d)
 PROBE_BOXES_OUT(bulk_wait_read, tma_store_2d)
 PROBE_BOXES_OUT(async_fence, tma_store_2d)
@@ -222,6 +224,7 @@ PROBE_WGMMA(wgmma_bf16, 32, 16)
 PROBE_WGMMA(wgmma_bf16, 64, 32)
 PROBE_WGMMA(wgmma_bf16, 128, 64)
 PROBE_WGMMA(wgmma_bf16, 144, 72)
+PROBE_WGMMA(wgmma_bf16, 160, 80)
 PROBE_WGMMA(wgmma_bf16, 192, 96)
 PROBE_WGMMA(wgmma_bf16, 224, 112)
 PROBE_WGMMA(wgmma_bf16, 256, 128)

@@ -260,7 +260,7 @@ def encode(x: Array, kind: str) -> tuple[Array, Array]:
 
 
 _WIDTHS = {
-    "wgmma_bf16": (8, 16, 32, 64, 128, 144, 192, 224, 256),
+    "wgmma_bf16": (8, 16, 32, 64, 128, 144, 160, 192, 224, 256),
     "wgmma_f16": (64, 256),
     "wgmma_e4m3": (8, 16, 32, 128, 256),
 }
@@ -272,7 +272,8 @@ SM90 = [
     Probe("tma_load_3d", planes),
     Probe("mbarrier_arrive_at", ping_pong),
     Probe("tma_multicast_2d", multicast),
-    *(boxes_out(name) for name in ("tma_store_2d", "tma_add_2d", "bulk_commit", "bulk_wait_read", "async_fence")),
+    *(boxes_out(name) for name in ("tma_store_2d", "tma_add_2d", "tma_prefetch")),
+    *(boxes_out(name) for name in ("bulk_commit", "bulk_wait_read", "async_fence")),
     Probe("stmatrix_x4", matrices),
     Probe("named_barrier", groups),
     Probe("named_barrier_arrive", hand_over),

@@ -113,12 +113,14 @@ def test_swiglu(dev: Any, rng: np.random.Generator, gemm: GemmSm90, name: str, s
 
 
 @pytest.mark.parametrize(("name", "split"), cases("qkv"))
-@pytest.mark.parametrize(("H", "KV", "HD"), [(4, 2, 64), (3, 1, 128)])
+@pytest.mark.parametrize(("H", "KV", "HD"), [(4, 2, 64), (3, 1, 128), (7, 1, 128)])
 def test_qkv(
     dev: Any, rng: np.random.Generator, gemm: GemmSm90, name: str, split: int, H: int, KV: int, HD: int
 ) -> None:
-    if not VARIANTS[name].cluster and HD != 128:
-        pytest.skip("tiles that clusters cut have heads of 128")
+    if H == 7 and name != "many144":
+        pytest.skip("nine heads: for eight tiles that share one")
+    if VARIANTS[name].heads_of_128 and HD != 128:
+        pytest.skip("tiles that are cut, or mix heads, are of heads of 128")
     T, pos0, half, columns = sizes(name), 3, HD // 2, 144 if VARIANTS[name].cluster else depth(name)
     max_len = T + 6
     w, W = make_linear(dev, rng, (H + 2 * KV) * HD, columns, gemm.fp8)
@@ -227,7 +229,9 @@ def test_choices_are_legal() -> None:
     assert choose("add", 128, 3584, 296, 132) == Choice(VARIANTS["cut128"], 4)
     assert choose("add", 128, 8192, 116, 132) == Choice(VARIANTS["cut128"], 2)
     assert choose("qkv", 128, 4608, 56, 132) == Choice(VARIANTS["cut128"], 3)
-    assert choose("qkv", 2048, 5120, 64, 132) == Choice(VARIANTS["many192"], 3)
+    assert choose("qkv", 2048, 5120, 64, 132) == Choice(VARIANTS["many256"], 2)
+    assert choose("qkv", 512, 4608, 56, 132) == Choice(VARIANTS["many144"])
+    assert choose("qkv", 512, 5120, 128, 132) == Choice(VARIANTS["many160"])
     assert choose("swiglu", 128, 29568, 128, 132).variant.name == "many224"
     assert choose("qkv", 128, 4608, 56, 132, HD=64).variant.name == "many128"
     assert choose("swiglu", 2048, 37888, 56, 132).variant.name == "many256"
