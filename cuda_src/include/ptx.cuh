@@ -5,9 +5,7 @@
 
 // Where a tensor lies, the box that one copy takes from it, and how the box is swizzled: CUtensorMap on a GPU, SimTensorMap
 // (sim/async.h) in the simulator. Device.tensor_map() makes it; a kernel takes it as `BY_VALUE TensorMap map`.
-struct alignas(64) TensorMap {
-  uint64_t words[16];
-};
+struct alignas(64) TensorMap { uint64_t words[16]; };
 
 #if defined(__CUDACC__)
 
@@ -127,7 +125,6 @@ DEVICE void griddep_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-
 // The address, or number, is a value in a register of each thread from here on: neither recomputed where it is used, nor, where all threads' are equal,
 // turned into a uniform one, which makes the thread wait for what it depends on.
 template <class T>
@@ -239,7 +236,6 @@ DEVICE void mma_bf16_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-
 // The same shape and layout with f16 operands.
 DEVICE void mma_f16_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
@@ -259,7 +255,6 @@ DEVICE void mma_f16_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t 
 #else
 #define SM90A_ASM(...) asm volatile("trap;")
 #endif
-
 // The 32-bit address that Hopper's instructions and descriptors take for shared memory.
 DEVICE uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 // An mbarrier's phase ends when `arrivals` threads have arrived and all bytes that were announced have landed. Then one thread of the
@@ -340,7 +335,6 @@ DEVICE void register_decrease() {
 DEVICE void red_add_f32x2(float* p, float x, float y) {
   SM90_ASM("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
 }
-
 // Products of a warpgroup (4 consecutive warps from a multiple of 4 on): d[64×N] (+)= a[64×k]·b[N×k]ᵀ, both in shared memory, rows of
 // 128 swizzled bytes, named by descriptors (include/wgmma.cuh); k is 32 bytes. The thread at lane 4g + t of warp w holds, for column
 // tile j: d[4j], d[4j+1] = (16w + g, 8j + 2t), (…, 8j + 2t + 1); d[4j+2], d[4j+3] = the same of row 16w + g + 8. N = 2·REGS.
@@ -426,14 +420,12 @@ DEVICE void wgmma_bf16_rows(float (&d)[REGS], const uint32_t (&a)[4], uint64_t d
   if constexpr (REGS == 32) SM90_WGMMA_ROWS("64", SM90_T32, "32", "33", "34", "35", "36", SM90_D32(0));
   else SM90_WGMMA_ROWS("128", SM90_T64, "64", "65", "66", "67", "68", SM90_D32(0), SM90_D32(32));
 }
-
 // Transposes an 8×8 matrix of 16-bit elements over the warp: lane 4g + t gives elements (g, 2t) and (g, 2t + 1), takes (2t, g) and (2t + 1, g).
 DEVICE uint32_t movmatrix_trans(uint32_t v) {
   uint32_t r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
   return r;
 }
-
 // Four 8×8 matrices of 16-bit elements into shared memory: lane 8i + r names row r of matrix i, 16 bytes; lane 4g + t brings (g, 2t) and
 // (g, 2t + 1) of matrix i in w[i]. A product's sums lie like that.
 DEVICE void stmatrix_x4(void* row, const uint32_t (&w)[4]) {

@@ -198,6 +198,18 @@ def test_a_poll_of_several_peers_costs_what_they_send(new_world: NewWorld) -> No
     assert packs < world.stats().steps - before < 2 * ranks * packs
 
 
+def test_what_a_poll_has_done_with_does_not_wake_it(new_world: NewWorld) -> None:
+    """The thread has looked at words 2 and 3 and polls 0 and 1: when 2 and 3 change it looks again, and then sleeps."""
+    ring = Ring(new_world(2))
+    looks = ring.devices[1].zeros((1,), U32)
+    ring.launch(1, "waits_in_part", [looks, ring.peers])
+    ring.world.advance()
+    for first in (2, 0):
+        ring.launch(0, "set_two_words", [ring.peers, np.int32(first)])
+        ring.world.advance()
+    assert looks.download()[0] < 1000
+
+
 def test_a_trace_shows_the_flag_overtaking_the_payload(new_world: NewWorld) -> None:
     for seed in range(40):
         with new_world(2, seed=seed, trace=2000) as world:

@@ -71,3 +71,21 @@ KERNEL(32) void reads_back(uint32_t* out, Peers peers, int rank, int world) {
 KERNEL(32) void count_everywhere(Peers peers, int world) {
   for (int r = 0; r < world; r++) red_release_sys_add_u32(peers.rank[r], 1);
 }
+
+// Rank 1 looks at four words, then polls the first two, a bounded number of times; how often it looked.
+KERNEL(32) void waits_in_part(uint32_t* looks, Peers peers) {
+  if (threadIdx.x) return;
+  const uint32_t* words = peers.rank[1];
+  for (int i = 0; i < 4; i++) ld_volatile_u32(words + i);
+  uint32_t n = 0;
+  bool missing = true;
+  while (missing && n < 10000) {
+    const uint32_t a = ld_volatile_u32(words), b = ld_volatile_u32(words + 1);
+    missing = !a || !b;
+    n++;
+  }
+  *looks = n;
+}
+KERNEL(32) void set_two_words(Peers peers, int first) {
+  if (threadIdx.x < 2) st_volatile_u32(peers.rank[1] + first + threadIdx.x, 1);
+}
