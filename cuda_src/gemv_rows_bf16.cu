@@ -9,14 +9,14 @@
 #include "include/gemv_rows.cuh"
 
 #define ROWS_PLAIN(TOKENS)                                                                                          \
-  KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_add_bf16_m##TOKENS(float* h,        /* [M, N] in place */                     \
+  KERNEL(ROWS_TALL) void gemv_rows_add_bf16_m##TOKENS(float* h,        /* [M, N] in place */                     \
                                                          const bf16* x,   /* [M, K] */                              \
                                                          const bf16* w,   /* [N, K] */                              \
                                                          ROWS_SPLIT, int N, int M, int K) {           \
     DYN_SHARED(float, shared);                                                                                      \
     rows_add<MmaBf16, TOKENS>(h, x, w, nullptr, {ws, counters, S, K_block, G, together}, N, M, K, shared);                                            \
   }                                                                                                                 \
-  KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_store_bf16_m##TOKENS(bf16* y,       /* [M, N] */                              \
+  KERNEL(ROWS_TALL) void gemv_rows_store_bf16_m##TOKENS(bf16* y,       /* [M, N] */                              \
                                                            const bf16* x, /* [M, K] */                              \
                                                            const bf16* w, /* [N, K] */                              \
                                                            ROWS_SPLIT, int N, int M, int K) {         \
@@ -27,7 +27,7 @@ ROWS_PLAIN(8)
 ROWS_PLAIN(16)
 
 #define ROWS_NORMED(TOKENS)                                                                                                      \
-  KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_swiglu_bf16_m##TOKENS(bf16* act,          /* [M, I] */                                     \
+  KERNEL_OCC(TOKENS == 16 ? ROWS_THREADS : ROWS_TALL, 1) void gemv_rows_swiglu_bf16_m##TOKENS(bf16* act,          /* [M, I] */                                     \
                                                             const float* h,     /* [M, K] residual stream */                     \
                                                             const bf16* g,      /* [K] RMSNorm weight */                         \
                                                             const bf16* w_gate, /* [I, K] */                                     \
@@ -36,7 +36,7 @@ ROWS_PLAIN(16)
     DYN_SHARED(float, shared);                                                                                                   \
     rows_swiglu<MmaBf16, TOKENS>(act, h, g, w_gate, nullptr, w_up, nullptr, {ws, counters, S, K_block, G, together}, I, M, K, eps, shared);                        \
   }                                                                                                                              \
-  KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_qkv_bf16_m##TOKENS(bf16* q,            /* [M, H, HD] */                                    \
+  KERNEL_OCC(TOKENS == 16 ? ROWS_THREADS : ROWS_TALL, 1) void gemv_rows_qkv_bf16_m##TOKENS(bf16* q,            /* [M, H, HD] */                                    \
                                                          void* k_cache,      /* of this layer: include/kv_cache.cuh */           \
                                                          void* v_cache,                                                          \
                                                          uint8_t* fine,                                                          \
@@ -52,7 +52,7 @@ ROWS_PLAIN(16)
     const KvCache cache{k_cache, v_cache, fine, e4m3, KV, max_len};                                                              \
     rows_qkv<MmaBf16, TOKENS>(q, cache, h, g, w, nullptr, bias, rope, pos, {ws, counters, S, K_block, G, together}, H, log_half, M, K, eps, shared); \
   }                                                                                                                              \
-  KERNEL_OCC(ROWS_THREADS, 1) void gemv_rows_logits_bf16_m##TOKENS(float* logits,  /* [M, V] */                                         \
+  KERNEL_OCC(TOKENS == 16 ? ROWS_THREADS : ROWS_TALL, 1) void gemv_rows_logits_bf16_m##TOKENS(float* logits,  /* [M, V] */                                         \
                                                             const float* h, /* [M, K] */                                         \
                                                             const bf16* g,  /* [K] */                                            \
                                                             const bf16* w,  /* [V, K] */                                         \

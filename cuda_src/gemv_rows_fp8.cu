@@ -10,7 +10,7 @@
 #include "include/gemv_rows.cuh"
 
 #define ROWS_PLAIN(TOKENS)                                                                                            \
-  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : ROWS_NARROW) void gemv_rows_add_fp8_m##TOKENS(float* h,           /* [M, N] in place */                     \
+  KERNEL_OCC(TOKENS == 16 ? ROWS_TALL : ROWS_THREADS, TOKENS == 16 ? 1 : ROWS_NARROW) void gemv_rows_add_fp8_m##TOKENS(float* h,           /* [M, N] in place */                     \
                                                         const bf16* x,      /* [M, K] */                              \
                                                         const e4m3* w,      /* [N, K] */                              \
                                                         const float* scale, /* [N] */                                 \
@@ -18,7 +18,7 @@
     DYN_SHARED(float, shared);                                                                                        \
     rows_add<MmaE4m3, TOKENS>(h, x, w, scale, {ws, counters, S, K_block, G, together}, N, M, K, shared);                                                \
   }                                                                                                                   \
-  KERNEL_OCC(ROWS_THREADS, TOKENS == 16 ? 1 : ROWS_NARROW) void gemv_rows_store_fp8_m##TOKENS(bf16* y,            /* [M, N] */                            \
+  KERNEL_OCC(TOKENS == 16 ? ROWS_TALL : ROWS_THREADS, TOKENS == 16 ? 1 : ROWS_NARROW) void gemv_rows_store_fp8_m##TOKENS(bf16* y,            /* [M, N] */                            \
                                                           const bf16* x,      /* [M, K] */                            \
                                                           const e4m3* w,      /* [N, K] */                            \
                                                           const float* scale, /* [N] */                               \

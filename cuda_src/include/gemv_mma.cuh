@@ -23,8 +23,16 @@ struct RowsRange {
 };
 
 // ---- a warp's part -------------------------------------------------------------------------------------------------------------------------
-constexpr int ROWS_THREADS = 256;
+// Hopper has tall blocks of up to 16 warps too; elsewhere they spill, and so do normed rows of more than 8 tokens.
 // Loads of x at once, and of sums, and blocks a multiprocessor of e4m3 weights with up to 8 tokens: more spill.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000)
+constexpr bool ROWS_HOPPER = false;
+constexpr int ROWS_TALL = 256;
+#else
+constexpr bool ROWS_HOPPER = true;
+constexpr int ROWS_TALL = 512;
+#endif
+constexpr int ROWS_THREADS = 256;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 constexpr int ROWS_ROUND_M8 = 4, ROWS_ROUND_M16 = 2, ROWS_SUMS = 1, ROWS_NARROW = 1;
 #else
@@ -36,11 +44,13 @@ template <class W_, int PARTS, int TOKENS>
 struct RowsMma {
   using W = W_;
   static constexpr int NT = PARTS * TOKENS / 8;              // tiles of eight columns
-  static constexpr bool NARROW = W::SCALED && TOKENS == 8;   // two blocks a multiprocessor, whose splits may be clusters
-  static constexpr int X_REGISTERS = NARROW || TOKENS == 4 ? 64 : 128;  // of a lane, for its part of x: more spill
+  // Blocks of up to 16 warps, one a multiprocessor; of up to 8, two a multiprocessor; the rest have one of up to 8.
+  static constexpr bool TALL = ROWS_HOPPER && (PARTS == 1 ? !W::SCALED || TOKENS == 16 : !W::SCALED && TOKENS < 16), NARROW = W::SCALED && TOKENS == 8;
+  static constexpr bool CLUSTERS = TALL || NARROW || (ROWS_HOPPER && W::SCALED);     // blocks that share rows may be a cluster
+  static constexpr int X_REGISTERS = TALL ? 4 * TOKENS : NARROW || TOKENS == 4 ? 64 : 128;  // of a lane, for its part of x: more spill
   static constexpr int C = X_REGISTERS / 2 / NT / W::STEPS;   // packs of a row that a lane multiplies
   static constexpr int STAGES = C / 2;                       // of a tile: two packs a lane and row, a line
-  static constexpr int RING = NARROW ? 4 : 8;                // stages on their way
+  static constexpr int RING = TALL || NARROW ? 4 : 8;        // stages on their way
   static constexpr int AHEAD = RING > STAGES ? RING / STAGES : 1;  // tiles that the requests run ahead
   static constexpr int RING_BYTES = RING * 64;               // of shared memory, a thread
   static constexpr int STRETCH = 4 * W::PACK;                // what the four lanes of a row multiply at once
@@ -106,7 +116,7 @@ struct RowsMma {
   // x [M, K] bf16 into operands. After griddep_wait.
   DEVICE void input(const bf16* src, int M, int K) {
     const uint32_t never = gridDim.z - 1;
-    constexpr int EIGHTS = C * W::PACK / 8, ROUND = NARROW ? 8 : W::SCALED ? 4 : EIGHTS;
+    constexpr int EIGHTS = C * W::PACK / 8, MOST = NARROW || TALL ? 8 : 4, ROUND = W::SCALED ? EIGHTS < MOST ? EIGHTS : MOST : EIGHTS;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
       const bf16* row = src + int64_t(token(i)) * K + k;
@@ -155,7 +165,8 @@ struct RowsMma {
   // lane's share of Σ h².
   DEVICE void normed(float (&squares)[OWN], const float* h, const bf16* weight, int M, int K) {
     const uint32_t never = gridDim.z - 1;
-    constexpr int EIGHTS = C * W::PACK / 8, MOST = NARROW ? 4 : W::SCALED || TOKENS == 4 ? 8 : TOKENS == 8 ? ROWS_ROUND_M8 : ROWS_ROUND_M16;
+    constexpr int EIGHTS = C * W::PACK / 8;
+    constexpr int MOST = NARROW ? 4 : W::SCALED || TOKENS == 4 ? 8 : TOKENS == 8 ? ROWS_ROUND_M8 : ROWS_ROUND_M16;
     constexpr int ROUND = EIGHTS < MOST ? EIGHTS : MOST;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
@@ -197,7 +208,7 @@ struct RowsMma {
   // One tile, whose first slot is `base`: the products of `now`, while stages of `next` (or of this one) are requested; the warp's sums into
   // part[token][row].
   DEVICE void tile(int base, const Aim& now, const Aim& next, float* part) {
-    constexpr int CHAINS = NARROW && NT == 1 ? 2 : 1;  // an instruction waits for the one before it in its chain
+    constexpr int CHAINS = (TALL || NARROW) && NT == 1 ? 2 : 1;  // an instruction waits for the one before it in its chain
     float c[CHAINS * NT][4];
 #pragma unroll
     for (int n = 0; n < CHAINS * NT; n++) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;

@@ -4,8 +4,8 @@
 // W is [N, K] row-major, bf16 or e4m3 (then with one fp32 scale per row, applied after the sum). A block owns a contiguous range of rows and
 // sums them in fp32, each warp its share of K (include/gemv_mma.cuh). The shares meet in shared memory, G tiles of 16 rows at a time, in two
 // buffers: one barrier a group, and the weights of the next are on their way. Where K is too long for the registers that hold x, S blocks
-// share a range of rows: each leaves its sums in the workspace, the last to arrive adds them, in the order of the splits. Splits of the narrow
-// kernels (e4m3, up to 8 tokens) may be a cluster (`together`): each finishes every S-th quad of rows, and all push its sums to it.
+// share a range of rows: each leaves its sums in the workspace, the last to arrive adds them, in the order of the splits. But for bf16 weights
+// and normed rows of more than 8 tokens they may be a cluster (`together`): each finishes every S-th quad of rows, and all push its sums to it.
 //
 // As in include/gemv.cuh the first weights, norm weights, scales and biases are requested before griddep_wait, RMSNorm's scalar is applied
 // after the sums, and nothing that a previous kernel writes is read through the read-only path.
@@ -39,7 +39,7 @@ DEVICE RowsRange rows_range(int units, int rows_per_unit, int S) {
 }
 
 // Dynamic shared memory: sums [2 or 1 buffer][warp][G][token][COLUMN], Σ h² [warp][16], RMSNorm's scalars [16]; in a cluster what its blocks push:
-// a barrier, sums [block][quad][token], Σ h² [block][16]; then two constants a row.
+// a barrier, sums [block][quad][token], Σ h² [block][16]; then up to two constants a row.
 template <class E, int TOKENS>
 struct RowsShared {
   float *part, *squares, *inverse, *constant;
@@ -53,7 +53,7 @@ struct RowsShared {
     squares = part + (range.tiles > G ? 2 : 1) * buffer;
     inverse = squares + warps * 16;
     constant = inverse + 16;
-    if (E::NARROW && split.together) {
+    if (E::CLUSTERS && split.together) {
       arrived = reinterpret_cast<uint64_t*>(constant);
       pushed = reinterpret_cast<float4*>(constant + 4);
       pushed_squares = reinterpret_cast<float2*>(pushed + split.S * split.quads(range) * TOKENS);
@@ -125,7 +125,7 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
   bf16* norm = reinterpret_cast<bf16*>(dynamic + E::RING_BYTES / 4 * blockDim.x);
   const RowsShared<E, TOKENS> shared(dynamic + E::RING_BYTES / 4 * blockDim.x + (NORMED ? split.K_block / 2 : 0), split, range);
   const int s = blockIdx.x % split.S, warp = int(threadIdx.x) / WARP;
-  const bool together = E::NARROW && split.together;
+  const int together = E::CLUSTERS ? split.together : 0;
   if (together) {
     if (threadIdx.x == 0) push_init(shared.arrived);
     cluster_arrive();
@@ -190,7 +190,12 @@ DEVICE void rows_product(Op& op, const Rows& rows, const RowsRange& range, const
       if (NORMED && first == 0)
         for (int q = threadIdx.x; q < split.S * M; q += blockDim.x)
           push_f2(shared.pushed_squares + s * 16 + q % M, q / M, make_float2(total_square(q % M), 0.f), shared.arrived);
-      for (int q = threadIdx.x; q < min(split.G, range.tiles - first) * 4 * TOKENS; q += blockDim.x) {
+      int q = threadIdx.x;
+      if (E::TALL) {  // a group after the other begins with other warps: none is always the one that is waited for
+        q -= first * 4 * TOKENS % int(blockDim.x);
+        if (q < 0) q += int(blockDim.x);
+      }
+      for (; q < min(split.G, range.tiles - first) * 4 * TOKENS; q += blockDim.x) {
         const int i = q / (4 * TOKENS), m = q / 4 % TOKENS, quad = 4 * (first + i) + q % 4;
         if (m < M)
           push_f4(shared.pushed + (s * split.quads(range) + quad / split.S) * TOKENS + m, quad % split.S, shared.quad(parity, i, m, q % 4), shared.arrived);

@@ -18,8 +18,7 @@ MAX_SPLITS = 16
 MAX_RANGES = 1024
 MAX_CLUSTER = 8  # blocks that share a range of rows and push to each other
 # As in include/gemv_mma.cuh and gemv_rows.cuh.
-MOST_WARPS = 8
-RING_BYTES = 512  # of shared memory, a thread
+RING_BYTES = 64  # of shared memory, a thread and stage
 SUMS_PER_COLUMN = 20
 TILE_ROWS = 16
 X_SHARE = 1.5  # the least bytes of weights to a byte of x at which more blocks that read x are faster
@@ -52,6 +51,17 @@ class Plan:
     together: bool  # the S blocks of a range are a cluster
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a variant's blocks."""
+
+    warp_k: int  # K of a warp
+    warps: int  # the most of a block
+    ring: int  # stages
+    clusters: bool  # splits may be clusters
+    narrow: bool  # two blocks fit a multiprocessor
+
+
 class NoRoomError(QwenRawError):
     """A product's blocks need more shared memory than a multiprocessor has."""
 
@@ -78,33 +88,45 @@ class GemvRows:
         tokens: int,
         normed: bool,
         R: int | None,
+        constants: int = 2,
     ) -> Plan:
-        """The division of a product over the device. Splits of narrow kernels are clusters, where there are any."""
-        narrow = self.fp8 and tokens == 8  # RowsMma::NARROW
-        warp_k = (64 if narrow or tokens == 4 else 128) * 64 // (tokens * (2 if normed else 1))
-        ring = (RING_BYTES // 2 if narrow else RING_BYTES) * WARP
-        least = -(-K // (warp_k * MOST_WARPS))
+        """The division of a product over the device, as measured; `constants`: floats that a block keeps a row."""
+        hopper = dev.arch in ("sm_90a", "sim")  # ROWS_HOPPER
+        shape = self._shape(tokens, normed, hopper)
+        least = -(-K // (shape.warp_k * shape.warps))
         S, K_block = self._splits(K, least)
-        per_sm = max(1, MOST_WARPS // -(-K_block // warp_k))
-        together = narrow and 1 << (least - 1).bit_length() <= MAX_CLUSTER
-        if together and dev.resident_clusters(kernel, WARP, 0, 2):  # type: ignore[arg-type]
-            S, K_block, per_sm = self._cluster(dev, units * rows_per_unit, K, 1 << (least - 1).bit_length(), normed)
+        even = 1 << (least - 1).bit_length()
+        together = shape.clusters and even <= MAX_CLUSTER
+        together = together and dev.resident_clusters(kernel, WARP, 0, 2) > 0  # type: ignore[arg-type]
+        if together:
+            # Of a plain product two narrow blocks of half the row are faster than one of the whole.
+            half = shape.narrow and even == 1 and not normed and shape.warp_k * shape.warps < 2 * K
+            S, K_block = self._splits(K, 2 if half else even)
         require(S <= MAX_SPLITS, f"rows of {K} weights need {S} splits, at most {MAX_SPLITS} are possible")
-        together = together and S > 1 and dev.resident_clusters(kernel, WARP, 0, S) > 0  # type: ignore[arg-type]
-        warps = -(-K_block // warp_k)
+        warps = -(-K_block // shape.warp_k)
+        per_sm = max(1, shape.warps // warps)
+        # Twice as many narrow blocks hide more latency, but all of them read x.
+        x = 2 * per_sm * tokens * K_block * (4 if normed else 2)
+        if together and shape.narrow and X_SHARE * x * dev.sm_count <= units * rows_per_unit * K:
+            per_sm *= 2
+        ring = shape.ring * RING_BYTES * WARP * warps
+        whole = warps * WARP, dev.smem_per_block  # a multiprocessor each
+        together = together and S > 1 and dev.resident_clusters(kernel, *whole, S) > 0  # type: ignore[arg-type]
 
         def room(ranges: int, G: int, per_sm: int) -> tuple[int, int, int]:
             """(bytes of shared memory, ranges that fit the device at once, tiles of a group)."""
             rows = -(-units // ranges) * rows_per_unit
             tiles = -(-rows // TILE_ROWS)
             G = min(G, tiles)
-            floats = (2 if tiles > G else 1) * warps * G * tokens * SUMS_PER_COLUMN + (warps + 1) * MAX_ROWS + 2 * rows
+            floats = (2 if tiles > G else 1) * warps * G * tokens * SUMS_PER_COLUMN + (warps + 1) * MAX_ROWS
+            floats += constants * rows
             if together:
                 floats += 4 + S * (-(-4 * tiles // S) * tokens * 4 + 2 * MAX_ROWS)
-            smem = ring * warps + (2 * K_block if normed else 0) + 4 * floats
+            smem = ring + (2 * K_block if normed else 0) + 4 * floats
             if not together:
-                return smem, dev.resident_blocks(kernel, warps * WARP, smem) * dev.sm_count // S, G  # type: ignore[arg-type]
-            if S > 2:  # no more blocks on a multiprocessor than are wanted: others would have none
+                resident = dev.resident_blocks(kernel, warps * WARP, smem)  # type: ignore[arg-type]
+                return smem, max(min(1, resident), resident * dev.sm_count // S), G  # no split waits for another
+            if S > 2 or not shape.narrow:  # no more blocks on a multiprocessor than are wanted: others would have none
                 smem = max(smem, dev.smem_per_block // (per_sm + 1) // 16 * 16 + 16)
             return smem, dev.resident_clusters(kernel, warps * WARP, smem, S), G  # type: ignore[arg-type]
 
@@ -125,15 +147,14 @@ class GemvRows:
         K_block = -(-K // (S * line)) * line
         return -(-K // K_block), K_block
 
-    def _cluster(self, dev: Device, N: int, K: int, least: int, normed: bool) -> tuple[int, int, int]:
-        """(blocks a cluster, K of each, blocks a multiprocessor) where splits are clusters, as measured on an H200."""
-        warp_k = 256 if normed else 512
-        # Of a plain product two blocks of half the row are faster than one of the whole.
-        S, K_block = self._splits(K, 2 if least == 1 and not normed and warp_k * MOST_WARPS < 2 * K else least)
-        per_sm = max(1, MOST_WARPS // -(-K_block // warp_k))
-        # Twice as many blocks hide more latency, but all of them read x.
-        x = 2 * per_sm * 8 * K_block * (4 if normed else 2)
-        return S, K_block, 2 * per_sm if X_SHARE * x * dev.sm_count <= N * K else per_sm
+    def _shape(self, tokens: int, normed: bool, hopper: bool) -> Shape:
+        """A variant's, as RowsMma has it."""
+        if self.fp8 and tokens == 8:
+            return Shape(256 if normed else 512, 8, 4, True, True)
+        if hopper and (not normed or (not self.fp8 and tokens < 16)):
+            return Shape(128 if normed else 256, 16, 4, True, False)
+        warp_k = (64 if tokens == 4 else 128) * 64 // (tokens * (2 if normed else 1))
+        return Shape(warp_k, 8, 8, hopper and self.fp8, False)
 
     def _launch(
         self,
@@ -152,7 +173,7 @@ class GemvRows:
         normed = op in ("swiglu", "qkv", "logits")
         tokens = self.tokens(M, normed)
         kernel = dev.kernel(self.stem, f"gemv_rows_{op}_{'fp8' if self.fp8 else 'bf16'}_m{tokens}")
-        p = self.plan(dev, kernel, units, rows_per_unit, K, tokens, normed, R)
+        p = self.plan(dev, kernel, units, rows_per_unit, K, tokens, normed, R, constants=2 if op == "qkv" else 1)
         need = p.S * (M * units * rows_per_unit + p.R * MAX_ROWS) if p.S > 1 and not p.together else 0
         have = ws.sums.shape[0]
         require(need <= have, f"gemv_rows_{op}: a workspace of {have} floats, {need} are needed")

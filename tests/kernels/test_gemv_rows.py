@@ -52,21 +52,23 @@ def test_add(dev: Any, rng: np.random.Generator, rows: Any, M: int, N: int, K: i
     assert_sums_close(buffer.download(), h + X @ W.T, np.abs(h) + np.abs(X) @ np.abs(W).T, what="h")
 
 
+@KINDS
 @pytest.mark.parametrize("R", [2, None])
 def test_splits_that_are_not_a_cluster(
-    dev: Any, rng: np.random.Generator, R: int | None, monkeypatch: pytest.MonkeyPatch
+    dev: Any, rng: np.random.Generator, rows: Any, R: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on devices without clusters: they meet in the workspace."""
     monkeypatch.setattr(dev, "resident_clusters", lambda *_: 0)
-    test_add(dev, rng, FP8_ROWS, 7, 20, 8208, R)
-    test_swiglu(dev, rng, FP8_ROWS, 7, 20, 8208, R)
+    test_add(dev, rng, rows, 7, 20, 8208, R)
+    test_swiglu(dev, rng, rows, 7, 20, 8208, R)
 
 
-@pytest.mark.parametrize(("M", "N", "K"), [(8, 500, 2064), (3, 34, 12304), (7, 130, 8208)])
-def test_fp8_splits_that_are_a_cluster(dev: Any, rng: np.random.Generator, M: int, N: int, K: int) -> None:
+@KINDS
+@pytest.mark.parametrize(("M", "N", "K"), [(8, 500, 2064), (3, 34, 12304), (16, 130, 4112)])
+def test_splits_that_are_a_cluster(dev: Any, rng: np.random.Generator, rows: Any, M: int, N: int, K: int) -> None:
     """As many ranges as the launcher chooses: of several groups of tiles, of less than a tile; 2 to 8 splits."""
-    test_add(dev, rng, FP8_ROWS, M, N, K, None)
-    test_swiglu(dev, rng, FP8_ROWS, M, N, K, None)
+    test_add(dev, rng, rows, M, N, K, None)
+    test_swiglu(dev, rng, rows, M, N, K, None)
 
 
 @KINDS
@@ -195,7 +197,8 @@ def test_preconditions_are_checked(dev: Any, rng: np.random.Generator) -> None:
         BF16_ROWS.add(dev, dev.zeros((2, 4), F32), dev.zeros((2, 16), BF16), w, ws)
     with pytest.raises(QwenRawError, match="this kernel takes"):
         FP8_ROWS.add(dev, dev.zeros((2, 4), F32), dev.zeros((2, 24), BF16), w, ws)
-    long, _ = make_linear(dev, rng, 4, 8208, fp8=False)
+    long, _ = make_linear(dev, rng, 4, 16400, fp8=True)
     small = RowsWorkspace(dev.zeros((16,), F32), ws.counters)
     with pytest.raises(QwenRawError, match="a workspace of 16 floats"):
-        BF16_ROWS.add(dev, dev.zeros((8, 4), F32), dev.zeros((8, 8208), BF16), long, small)
+        h, g = dev.zeros((9, 16400), F32), dev.zeros((16400,), BF16)
+        FP8_ROWS.swiglu(dev, dev.zeros((9, 4), BF16), h, g, long, long, EPS, small)

@@ -16,6 +16,7 @@ SHARED = 227 << 10  # bytes a multiprocessor has for its blocks
 class Clusterless:
     """A device as far as a product's division asks."""
 
+    arch = "sm_90a"
     sm_count = 132
     smem_per_block = SHARED
 
@@ -47,13 +48,16 @@ def test_the_workspace_is_large_enough(size: str, rows: Any) -> None:
             assert p.S == 1 or have >= p.S * (M * N + p.R * MAX_ROWS), (M, N, K)
 
 
+@pytest.mark.parametrize("rows", [BF16_ROWS, FP8_ROWS], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("size", SIZES)
-def test_fp8_splits_of_up_to_8_rows_are_clusters(size: str) -> None:
+def test_splits_of_every_model_are_clusters(size: str, rows: Any) -> None:
     """And there is room for a division of every product, all of whose blocks fit shared memory."""
     c = random_config(size)
     normed = ((2 * c.I, c.D), ((c.H + 2 * c.KV) * c.HD, c.D), (c.V, c.D))
     plain = ((c.D, c.I), (c.D, c.H * c.HD))
-    for N, K, norm in (*((*s, True) for s in normed), *((*s, False) for s in plain)):
-        p = FP8_ROWS.plan(H200(), None, N, 1, K, FP8_ROWS.tokens(8, norm), norm, None)
-        assert p.together == (p.S > 1) and p.S <= 8 and p.smem <= SHARED, (N, K, p)
-        assert p.S * p.K_block >= K and p.warps <= 8, (N, K, p)
+    for M in (2, 4, 8, 16):
+        for N, K, norm in (*((*s, True) for s in normed), *((*s, False) for s in plain)):
+            p = rows.plan(H200(), None, N, 1, K, rows.tokens(M, norm), norm, None)
+            alone = not rows.fp8 and M == 16 and norm  # the one kind whose splits meet in the workspace
+            assert p.together == (p.S > 1 and not alone) and p.S <= 8 and p.smem <= SHARED, (M, N, K, p)
+            assert p.S * p.K_block >= K and p.warps <= 16, (M, N, K, p)
