@@ -65,7 +65,7 @@ def run(op: str, name: str, fp8: bool, machine: Machine, rng: np.random.Generato
         (gate, up), (d_gate, d_up) = np.split(Y, 2, 1), np.split(cut, 2, 1)
         slack: Array = 1.1 * d_gate * np.abs(up) + np.abs(silu(gate)) * d_up + d_gate * d_up
         return {"act": rounded(act.download(), slack, share=1.0 if fp8 else 0.05)}
-    H, KV, HD, max_len = 2, 1, 64 if VARIANTS[name].cluster else 128, T + 5
+    H, KV, HD, max_len = 2, 1, 128 if VARIANTS[name].heads_of_128 else 64, T + 5
     x, w, (Y, cut) = operands(machine, rng, T, fp8, (H + 2 * KV) * HD)
     bias, rope = fp32(rng, w.N), dev.array(rotary(rng, max_len, HD))
     q, k, v = dev.zeros((T, H, HD), BF16), dev.zeros((KV, max_len, HD), BF16), dev.zeros((KV, max_len, HD), BF16)

@@ -166,7 +166,7 @@ def test_prefills_products_stand_in_where_rows_find_no_room(dev: Any, monkeypatc
     """Small multiprocessors: the pass is slower, the ids are the same."""
     model, request = open_model(MODEL), {"max_tokens": 6, "temperature": 0.0, "seed": 0}
 
-    def no_room(*_: Any) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
         raise NoRoomError("no block fits a multiprocessor")
 
     monkeypatch.setattr(GemvRows, "plan", no_room)
