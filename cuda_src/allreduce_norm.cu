@@ -117,8 +117,9 @@ DEVICE void allreduce_norm(float* sum, bf16* out, const float* h, const bf16* in
   DYN_SHARED(Meeting, sh);
   if (threadIdx.x < 16) sh->warps[threadIdx.x] = 0.f;  // a barrier is passed before they are used
   if (gridDim.x > 1) {
+    // Only where no block pushes: the cluster's barrier orders no stores.
+    if (threadIdx.x >= gridDim.x && threadIdx.x < 8) reinterpret_cast<float*>(sh->squares)[threadIdx.x] = 0.f;
     if (threadIdx.x == 0) {
-      sh->squares[0] = sh->squares[1] = make_float4(0.f, 0.f, 0.f, 0.f);
       push_init(&sh->arrived);
       push_expect(&sh->arrived, gridDim.x * sizeof(float));
     }

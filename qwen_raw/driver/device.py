@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -317,9 +318,20 @@ class CudaDevice:
         finally:
             self._rehearsing = False
 
-    def queueing(self) -> AbstractContextManager[None]:
-        """Nothing to do: a GPU starts what is queued by itself."""
-        return nullcontext()
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Work of several ranks is queued; a GPU starts it by itself.
+
+        Without the cycle collector, which may free what an earlier engine has left: the driver would wait with that
+        for ranks that wait for others, for which the host has queued nothing yet.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
     @contextmanager
     def _capturing(self) -> Iterator[graph.CudaCapture]:

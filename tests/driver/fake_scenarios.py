@@ -119,6 +119,22 @@ def scenario_frees_each_piece_once(fake: Fake) -> None:
     fake.expect()
 
 
+def scenario_nothing_is_collected_while_ranks_are_queued(fake: Fake) -> None:
+    """A free waits for what runs: for a rank that waits for one that has nothing queued yet."""
+    device, earlier = CudaDevice(0), CudaDevice(1)
+    cycle: list[Any] = [earlier.empty((4,), I32)]
+    cycle.append(cycle)
+    gc.set_threshold(1)
+    fake.calls()
+    with device.queueing(), device.queueing():
+        del cycle
+        assert len([[] for _ in range(1000)]) == 1000  # enough for a collection
+        assert "cuMemFree_v2 1" not in fake.calls()
+    assert gc.isenabled() and len([[] for _ in range(1000)]) == 1000
+    gc.collect()
+    assert "cuMemFree_v2 1" in fake.calls()
+
+
 def scenario_launch(fake: Fake) -> None:
     device = CudaDevice(0)
     k = kernel(device, (8, 4, 8, 12))

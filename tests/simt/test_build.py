@@ -72,7 +72,7 @@ class TestEntryPoints:
         for path in paths.cuda_src().glob("*.cu"):
             entries = builder.entry_points(path)
             assert len(entries) == len({e.name for e in entries}) > 0
-            assert all(re.fullmatch(r"[\w\s*+():<>,]+", e.bounds) and e.params for e in entries)
+            assert all(re.fullmatch(r"[\w\s*+():<>,?=]+", e.bounds) and e.params for e in entries)
 
     def test_none(self, builder: Builder, tmp_path: Path) -> None:
         path = tmp_path / "empty.cu"
