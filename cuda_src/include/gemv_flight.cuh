@@ -9,7 +9,7 @@
 #pragma once
 #include "gemv_sums.cuh"
 
-// Where this thread's pack c of a row is; beyond the row's end, where x is zero, it is the row's first.
+// Where this thread's pack c of a row is; beyond the row's end, where x is zero, it is the row's first: an infinite weight there gives NaN.
 template <class W>
 DEVICE int pack_at(int c, int K) {
   const int k = (c * int(blockDim.x) + int(threadIdx.x)) * W::PACK;
