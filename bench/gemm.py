@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from bench.common import check_shares, command, environment, read_ceiling, result_arguments, save, time_ms
-from bench.peers.cublaslt import WORKSPACE, CublasLt
+from bench.peers.cublaslt import CublasLt
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import BF16, E4M3, F32, Buffer
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90
+from qwen_raw.kernels.cublaslt import WORKSPACE
 from qwen_raw.kernels.gemm_sm90 import CUTS, OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens, choose, most_pieces
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3

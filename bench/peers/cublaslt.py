@@ -12,35 +12,32 @@ from typing import Any
 from qwen_raw.device import E4M3, Buffer
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError
+from qwen_raw.kernels.cublaslt import (
+    COMPUTE_32F,
+    DESC_A_SCALE,
+    DESC_B_SCALE,
+    DESC_FAST_ACCUM,
+    DESC_TRANSA,
+    OP_T,
+    PREF_WORKSPACE,
+    R_8F_E4M3,
+    R_16BF,
+    R_32F,
+    WORKSPACE,
+    Heuristic,
+    load_library,
+    version,
+)
 
-# cublasLt.h and library_types.h.
-R_32F, R_16BF, R_8F_E4M3, COMPUTE_32F, OP_T = 0, 14, 28, 68, 1
-DESC_TRANSA, DESC_A_SCALE, DESC_B_SCALE, DESC_FAST_ACCUM, PREF_WORKSPACE = 3, 17, 18, 25, 1
-WORKSPACE = 32 << 20
 
-
-class Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
-
-    _fields_ = (
-        ("algo", c_uint64 * 8),
-        ("workspace", c_size_t),
-        ("state", c_int),
-        ("waves", c_float),
-        ("reserved", c_int * 4),
-    )
-
-
-def library() -> ctypes.CDLL:
-    """The library of CUDA 13 or 12, wherever its wheel or the toolkit has put it.
+def library() -> Any:
+    """The library that the product would load too.
 
     Raises QwenRawError where there is none.
     """
     try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
-
-        return ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
-    except (ImportError, RuntimeError, OSError) as error:
+        return load_library()
+    except QwenRawError as error:
         raise QwenRawError("cuBLASLt is not installed: pip install nvidia-cublas, or --no-peers") from error
 
 
@@ -53,8 +50,7 @@ class CublasLt:
 
     @property
     def version(self) -> int:
-        self.lib.cublasLtGetVersion.restype = c_size_t
-        return int(self.lib.cublasLtGetVersion())
+        return version(self.lib)
 
     def _call(self, name: str, *args: Any) -> None:
         status = getattr(self.lib, name)(*args)
