@@ -199,7 +199,16 @@ def git_commit() -> str:
 def result_arguments(parser: Parser, files: str) -> None:
     """The flags of every bench that writes results: --commit and --output."""
     parser.add_argument("--commit", help="recorded in the JSON where there is no git checkout")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"folder of {files}; default {OUTPUT}")
+    parser.add_argument("--output", type=folder, default=OUTPUT, help=f"folder of {files}; default {OUTPUT}")
+
+
+def folder(text: str) -> Path:
+    """A folder that is there or can be made: said before anything is measured."""
+    path = Path(text)
+    there = next(p for p in (path, *path.parents, Path()) if p.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: {there} is not a folder")
+    return path
 
 
 def save(

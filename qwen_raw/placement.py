@@ -75,7 +75,7 @@ def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None, draft_gpu:
 
         if draft_gpu not in (None, ranks):
             raise UsageError(
-                f"draft_device {draft_gpu}: simulated GPUs have one stream, ranks the first {ranks}: use {ranks}"
+                f"draft_device {draft_gpu}: simulated GPUs have one stream, the first {ranks} the ranks': use {ranks}"
             )
         opened = tuple(SimDevice.of_world(ranks + (draft_gpu is not None)))
         slow = ("the kernels are simulated on the CPU: this is slow",)

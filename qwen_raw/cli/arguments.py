@@ -164,7 +164,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     """Guessing ids that are then verified together: what the text is, it stays."""
-    group = parser.add_argument_group("speculation (the same ids, several a pass where guesses are right)")
+    group = parser.add_argument_group(
+        "speculation (the same ids but for near-ties, several a pass if guesses are right)"
+    )
     where = group.add_mutually_exclusive_group()
     where.add_argument(
         "--draft", "--model-draft", metavar="MODEL", help="a smaller model of the same tokenizer guesses"

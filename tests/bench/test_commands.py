@@ -30,6 +30,8 @@ def test_a_wrong_request_is_one_line(bench: str) -> None:
 
 WRONG = [
     ("torture", "--seeds 0", "argument --seeds: 0 is less than 1"),
+    ("decode", "--output README.md", "argument --output: 'README.md': README.md is not a folder"),
+    ("torture", "--output README.md/x", "argument --output: 'README.md/x': README.md is not a folder"),
     ("decode", "--tokens -1", "argument --tokens: -1 is less than 1"),
     ("decode", "--model no/such", "model 'no/such' is not a folder"),
     ("decode", "--model random:7b --tp 3", "tp 3 does not fit random:7b's"),
