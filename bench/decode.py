@@ -46,8 +46,10 @@ COLUMNS = ("model", "dtype", "KV", "tp", "context", "tok/s", "", "host", "GB/s",
 
 
 def split_spec(spec: str) -> tuple[str, Literal["bf16", "fp8"]]:
-    """ "random:7b:fp8" → ("random:7b", "fp8")."""
+    """ "random:7b:fp8" → ("random:7b", "fp8"); bf16 where none is named. UsageError for another type."""
     model, _, dtype = spec.rpartition(":")
+    if model.startswith("random:") and dtype not in ("bf16", "fp8") and not dtype.isdecimal():
+        raise UsageError(f"model {spec!r} ends in {dtype!r}, expected bf16, fp8 or a seed")
     if dtype == "fp8":
         return model, "fp8"
     return (model if dtype == "bf16" else spec), "bf16"

@@ -9,6 +9,7 @@ once (prefill), and one by one (decode). --reference: the NumPy model too, bf16 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def measure(
     model: str | None, device: str, dtype: str, kv: str, text: str, tokens: int | None, window: int
 ) -> tuple[list[dict[str, Any]], CudaDevice | None]:
     """One row a path: the model in `dtype`, its cache in `kv`, over the text's first `tokens` tokens; and its GPU."""
+    print(f"# {dtype} weights, {kv} KV cache on {device}", file=sys.stderr, flush=True)
     rows = []
     with qwen_raw.load(model, device=device, dtype=dtype, kv_cache_dtype=kv) as engine:
         ids, window = engine.encode(text)[:tokens], min(window, engine.runner.max_model_len)

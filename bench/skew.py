@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from bench.allreduce_parts import Counters, Staged
-from bench.common import SETTLE_S, command, environment, open_gpus, result_arguments, save
-from bench.decode import open_runner, split_spec
+from bench.common import SETTLE_S, command, environment, open_gpus, ranks_of, result_arguments, save
+from bench.decode import check_models, open_runner, split_spec
 from qwen_raw import paths
 from qwen_raw.cli.arguments import Parser, ordinals, positive
 from qwen_raw.device import U64
@@ -200,7 +200,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=5)
     result_arguments(parser, "skew.json")
     a = parser.parse_args()
-    with open_gpus(a.tp or (None if a.devices else 2), a.devices) as devices, stamped_sources() as root:
+    tp = a.tp or (None if a.devices else 2)
+    check_models(a.model or DEFAULT, len(ranks_of(tp, a.devices)))
+    with open_gpus(tp, a.devices) as devices, stamped_sources() as root:
         rows: list[dict[str, Any]] = []
         env = environment(devices[0], a.commit)
         for spec in a.model or DEFAULT:

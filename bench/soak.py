@@ -62,7 +62,8 @@ class Result:
     dtype: str
     tp: int
     devices: list[int]
-    comm: str
+    comm: str  # asked for
+    path: str  # that the sums took
     prompts: int  # that were run
     distinct: int
     tokens: int  # after each
@@ -134,12 +135,13 @@ def run(devices: Sequence[CudaDevice], spec: str | None, comm: str, a: tuple[int
     begin = time.perf_counter()
     answers, wrong = soak(runner, requests(distinct, config.V), prompts, tokens, limit_s)
     seconds = time.perf_counter() - begin
+    path = runner.ranks[0].residual.path
     runner.close()
     tenth = max(len(answers) // 10, 1)
     first, last = (statistics.median(x.tok_s for x in part) for part in (answers[:tenth], answers[-tenth:]))
     return Result(
-        model, dtype, len(devices), [dev.ordinal for dev in devices], comm, len(answers), distinct, tokens, seconds,
-        first, last, wrong,
+        model, dtype, len(devices), [dev.ordinal for dev in devices], comm, path, len(answers), distinct, tokens,
+        seconds, first, last, wrong,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from bench import soak
+from bench.decode import COMMS
 from qwen_raw.simt.device import SimDevice
 
 
@@ -26,7 +27,8 @@ def ran(limit_s: float = 60.0) -> soak.Result:
 @pytest.mark.usefixtures("small")
 def test_a_clean_run() -> None:
     result = ran()
-    assert (result.prompts, result.mismatches, result.tp) == (6, 0, 2)
+    assert (result.prompts, result.mismatches, result.tp, result.comm) == (6, 0, 2, "auto")
+    assert result.path in COMMS and result.path != "auto", "what the sums took, not what was asked for"
     assert result.first_tok_s > 0 and result.last_tok_s > 0
 
 
