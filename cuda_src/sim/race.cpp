@@ -57,7 +57,34 @@ void Race::launch_queued(const Launch& l) {
 }
 
 void Race::launch_finished(const Launch& l) {
-  if (l.seq > 2) bases_[size_t(l.rank)].erase(l.seq - 2);
+  auto& bases = bases_[size_t(l.rank)];
+  auto& learned = learned_[size_t(l.rank)];
+  if (l.seq > 2) bases.erase(l.seq - 2);
+  Clock all = known_after(size_t(l.rank), l.seq - 1);
+  const auto own = learned.find(l.seq);
+  if (own != learned.end()) all.join(own->second);
+  forget_ended(all, size_t(l.rank));
+  learned[l.seq] = all;
+  uint32_t oldest = l.seq;  // that a launch may still ask for
+  for (const auto& b : bases) oldest = std::min(oldest, b.second[size_t(l.rank)]);
+  auto last = learned.upper_bound(oldest);
+  if (last != learned.begin()) learned.erase(learned.begin(), --last);
+}
+
+// What launches up to `seq` of a rank have learned of the others.
+Clock Race::known_after(size_t rank, uint32_t seq) const {
+  const auto next = learned_[rank].upper_bound(seq);
+  return next == learned_[rank].begin() ? Clock() : std::prev(next)->second;
+}
+
+// Leaves what `c` knows of other ranks' blocks whose launches it does not know to have ended.
+void Race::forget_ended(Clock& c, size_t rank) const {
+  c.streams[rank] = 0;
+  const auto covered = [&](const auto& b) {
+    const BlockRecord& r = blocks_[b.first];
+    return size_t(r.rank) == rank || c.streams[size_t(r.rank)] >= r.seq;
+  };
+  c.blocks.erase(std::remove_if(c.blocks.begin(), c.blocks.end(), covered), c.blocks.end());
 }
 
 void Race::block_started(const Block& b) {
@@ -69,11 +96,21 @@ void Race::block_started(const Block& b) {
   r.threads.assign(b.threads.size(), ThreadClock());
   ThreadClock first;
   first.now.streams = bases_[size_t(l.rank)][l.seq];
+  first.now.join(known_after(size_t(l.rank), first.now.streams[size_t(l.rank)]));
   first.now.blocks.emplace_back(b.uid, std::make_shared<Epochs>(b.threads.size(), 0));
   for (ThreadClock& t : r.threads) t = first;
 }
 
 void Race::block_finished(const Block& b) {
+  if (world_.ranks.size() > 1) {  // launches behind this one know what its threads have acquired from other ranks
+    const size_t rank = size_t(b.launch->rank);
+    Clock& all = learned_[rank][b.launch->seq];
+    for (const ThreadClock& t : blocks_[b.uid].threads) {
+      Clock c = t.now;
+      forget_ended(c, rank);
+      all.join(c);
+    }
+  }
   std::vector<ThreadClock>().swap(blocks_[b.uid].threads);
   for (const SharedVar& v : b.vars) forget(v.begin, v.bytes);
   forget(b.shared->dyn, size_t(b.shared->dyn_end - b.shared->dyn));
@@ -83,6 +120,7 @@ void Race::grid_waited(Thread& t) {
   const Launch& l = *t.block->launch;
   uint32_t& s = clock(t).now.streams[size_t(l.rank)];
   s = std::max(s, l.seq - 1);
+  clock(t).now.join(known_after(size_t(l.rank), s));
 }
 
 // ---- synchronisation ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 // interleave them: one run of one seed is usually enough.
 #pragma once
 #include <array>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -91,6 +92,8 @@ class Race {
   };
 
   ThreadClock& clock(const Thread& t);
+  Clock known_after(size_t rank, uint32_t seq) const;
+  void forget_ended(Clock& c, size_t rank) const;
   bool ordered(const Mark& m, const Thread& t, const ThreadClock& c) const;
   void merge(const std::vector<const Thread*>& threads);
   void check(Thread& t, const void* p, size_t bytes, Mark mark, const void* pc, Place place);
@@ -103,6 +106,7 @@ class Race {
   std::array<uint32_t, MAX_RANKS> host_{};                 // what the host has waited for
   std::array<std::unordered_map<uint32_t, std::array<uint32_t, MAX_RANKS>>, MAX_RANKS> bases_;  // rank → seq → streams at launch
   std::array<uint32_t, MAX_RANKS> last_kernel_{};          // seq of the last queued operation if it was a kernel, else 0
+  std::array<std::map<uint32_t, Clock>, MAX_RANKS> learned_;  // rank → seq → what launches up to it have acquired from other ranks
   std::vector<BlockRecord> blocks_;                        // by uid
   std::unordered_map<const void*, std::shared_ptr<const Clock>> synced_;  // what the last store to an address carried
   std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
