@@ -25,12 +25,12 @@ from qwen_raw.driver.device import CudaDevice
 from qwen_raw.kernels.last_row import last_row
 from qwen_raw.model.decode import lm_head
 from qwen_raw.model.gemm_choice import GEMM
-from qwen_raw.model.prefill import STAGES
+from qwen_raw.model.prefill import STAGES, sums_by_rows
 from qwen_raw.model.rank import Rank
 from qwen_raw.model.runner import DeviceRunner
 
 DEFAULT = ["random:7b:bf16", "random:7b:fp8"]
-TWICE = ("norm", "quantise", "reduce")  # in a layer
+TWICE = ("norm", "quantise", "reduce")  # in a layer; a norm that is not part of a sum
 ALL = frozenset(STAGES)
 
 
@@ -60,6 +60,13 @@ def head_graph(rank: Rank, rows: int) -> Graph:
     return capture.graph
 
 
+def calls(rank: Rank, stage: str) -> int:
+    """Of a stage, in a chunk. Where sums norm their rows, the first norm alone is left."""
+    if stage not in STAGES or (stage == "norm" and sums_by_rows(rank.residual, rank.prefill.products)):
+        return 1
+    return rank.shard.whole.L * (2 if stage in TWICE else 1)
+
+
 def work(rank: Rank, stage: str, rows: int) -> dict[str, float]:
     """What all layers of a rank do in a stage: multiplications and additions, or bytes."""
     c, layer = rank.shard.local, rank.weights.layers[0]
@@ -68,7 +75,7 @@ def work(rank: Rank, stage: str, rows: int) -> dict[str, float]:
         return {"flop": 2.0 * rows * c.L * sum(w.N * w.K for w in linears[stage])}
     item = 2 if rank.prefill.products.room(rank.prefill.n).scale is None else 1
     if stage == "norm":
-        return {"bytes": 2.0 * c.L * rows * c.D * (4 + item)}
+        return {"bytes": float(calls(rank, stage) * rows * c.D * (4 + item))}
     if stage == "quantise":
         return {"bytes": float(c.L * rows * (c.H * c.HD + c.I) * 3)}
     return {}
@@ -138,13 +145,12 @@ def table(
     runner: DeviceRunner, tokens: int, times: dict[tuple[str, str], float], ceiling: float
 ) -> list[dict[str, Any]]:
     """The rows, printed as they are made."""
-    whole, L, rows = times["prompt", "alone"], runner.config.L, []
+    whole, rows = times["prompt", "alone"], []
     print(f"{tokens} tokens: {whole:.2f} ms")
     sums = {"left out": 0.0, "alone": 0.0}
     for stage in ("prompt", "embed", *stages(runner), "head"):
-        calls = L * (2 if stage in TWICE else 1) if stage in STAGES else 1
-        alone = times[stage, "alone"]
-        row: dict[str, Any] = {"stage": stage, "alone_ms": alone, "alone_us_each": alone * 1e3 / calls}
+        alone, each = times[stage, "alone"], times[stage, "alone"] * 1e3 / calls(runner.ranks[0], stage)
+        row: dict[str, Any] = {"stage": stage, "alone_ms": alone, "alone_us_each": each}
         text = f"{alone:9.2f} ms alone {row['alone_us_each']:9.2f} µs each"
         if stage in STAGES:
             row["left_out_ms"] = times[stage, "left out"]

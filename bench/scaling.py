@@ -105,6 +105,7 @@ class Unsummed:
 
     device: Device
     share: Buffer  # bf16 [D]
+    rows = None
     path = ""
     capturable = True
 

@@ -3,7 +3,7 @@
 //
 // gemm_qkv_bf16_V     q, k, v = RoPE(x·W[N,K]ᵀ + b); k, v → cache    (V names a variant: few tokens or many, and the tile's width)
 // gemm_add_bf16_V     h[T,N] fp32 += x·Wᵀ                            O-projection, down-projection
-// gemm_store_bf16_V   c[T,N] bf16 = x·Wᵀ                             the same as a rank's part of a sum over ranks
+// gemm_store_bf16_V   c[T,N] bf16 = x·Wᵀ                             the same as a rank's part of a sum over ranks; with many tokens the rows go to their owners' memory
 // gemm_swiglu_bf16_V  act[T,I] bf16 = silu(x·Wgᵀ)·(x·Wuᵀ)            gate and up
 // PRECOND  K, N, I multiples of 8; HD 64 or 128. minimum arch: sm_90a
 #include "include/gemm_ops_sm90.cuh"
@@ -17,7 +17,7 @@
 #define ADD(V, BLOCKS, ...) \
   NAME(add, V, BLOCKS, __VA_ARGS__)(float* h, OPERANDS, int N, SIZES) { gemm_add INSTANCE(__VA_ARGS__)(ARGS, h, N); }
 #define STORE(V, BLOCKS, ...) \
-  NAME(store, V, BLOCKS, __VA_ARGS__)(bf16* c, OPERANDS, int N, SIZES) { gemm_store INSTANCE(__VA_ARGS__)(ARGS, c, N); }
+  NAME(store, V, BLOCKS, __VA_ARGS__)(bf16* c, OPERANDS, BY_VALUE RowOwners owners, int N, SIZES) { gemm_store INSTANCE(__VA_ARGS__)(ARGS, c, owners, N); }
 #define SWIGLU(V, BLOCKS, ...) \
   NAME(swiglu, V, BLOCKS, __VA_ARGS__)(bf16* act, OPERANDS, int I, SIZES) { gemm_swiglu INSTANCE(__VA_ARGS__)(ARGS, act, I); }
 #define QKV(V, BLOCKS, ...)                                                                                                    \

@@ -100,13 +100,13 @@ DEVICE void gemm_add(const GemmArgs& a, float* h, int N) {
 }
 
 template <class Product, class Shape>
-DEVICE void gemm_store(const GemmArgs& a, bf16* c, int N) {
+DEVICE void gemm_store(const GemmArgs& a, bf16* c, const RowOwners& owners, int N) {
   if constexpr (Shape::CUT)
     gemm_plain<Product, Shape>(a, N, StoreCutTile<Shape>{c, a.T, N});
   else if constexpr (Shape::FEW)
     gemm_plain<Product, Shape>(a, N, StoreFewTokens<Shape>{c, a.T, N});
   else
-    gemm_plain<Product, Shape>(a, N, StoreManyTokens<Shape>{a.y, a.T, N});
+    gemm_plain<Product, Shape>(a, N, StoreManyTokens<Shape>{owners, a.T, N});
 }
 
 // The weights: gate's rows, then up's.

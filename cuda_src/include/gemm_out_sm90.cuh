@@ -196,18 +196,24 @@ struct AddFewTokens {
 };
 
 // ---- c[t, n] = y, bf16 -----------------------------------------------------------------------------------------------------------
+// Where the rows of c lie; passed by value. Row t is row t % part of map t / part: this rank's memory, or a peer's (allreduce_rows.cu). A map ends with
+// its rows, and a box that reaches into two is sent to both: what of it lies outside is not stored.
+struct RowOwners {
+  TensorMap map[8];
+  int32_t part;
+};
 template <class Shape>
 struct StoreManyTokens {
   static constexpr bool BIASED = false;
   using Early = Nothing;
   static constexpr int SLOTS = 2, WIDTH = 64;
-  const TensorMap& c;
+  const RowOwners& c;
   int T, N;
   template <class Scale>
   DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float*, Nothing) const {
     scale.tiles(sum, 0, Shape::BN / 8);
     const Boxes<Shape, SLOTS> boxes{tray};
-    const int t = group_token(p);
+    const int t = group_token(p), owner = t / c.part;
 #pragma unroll
     for (int i = 0; i < (Shape::BN + WIDTH - 1) / WIDTH; i++) {
       constexpr auto column = box_column<Shape::BN, WIDTH>;
@@ -218,7 +224,9 @@ struct StoreManyTokens {
         const int s = 4 * (column(i) / 8 + j) + 2 * half;
         return pack_bf16(sum[0][s], sum[0][s + 1]);
       });
-      boxes.end(i, [&](const void* box) { tma_store_2d(c, box, n, t); });
+      boxes.end(i, [&](const void* box) {
+        for (int r = owner, first = owner * c.part; first < min(t + 64, T); r++, first += c.part) tma_store_2d(c.map[r], box, n, t - first);
+      });
     }
   }
 };

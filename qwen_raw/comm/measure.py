@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from qwen_raw.comm.reduce import ONE_SHOT_BYTES, create_reducers
 from qwen_raw.device import BF16, F32, Device
 from qwen_raw.driver.device import CudaDevice
+from qwen_raw.kernels.allreduce_rows import RowBuffers, RowsWorkspace, allreduce_rows, takes
 from qwen_raw.kernels.gemv_bf16 import GEMV
 from qwen_raw.kernels.gemv_exchange import Exchange
 from qwen_raw.kernels.gemv_exchange_bf16 import EXCHANGE
 from qwen_raw.kernels.linear import Linear
 
+ROWS = "rows"  # a chunk's sum with the norm behind it: qwen_raw/kernels/allreduce_rows.py
 INLINE = "inline"  # what there is beside the paths of qwen_raw/comm/reduce.py, for a token's sum
 CALLS = 32  # in a graph
 REPLAYS = 5
@@ -48,7 +50,7 @@ class Measured:
         return f"{size} over GPUs {', '.join(map(str, self.ordinals))}: {' · '.join(times)} µs{product}"
 
 
-_measured: dict[tuple[tuple[int, ...], int, int], Measured] = {}  # by GPUs, bytes, width
+_measured: dict[tuple[tuple[int, ...], int, int, int], Measured] = {}  # by GPUs, bytes, width, rows' length
 
 
 def measure_token(devices: Sequence[Device], elements: int) -> Measured | None:
@@ -56,23 +58,24 @@ def measure_token(devices: Sequence[Device], elements: int) -> Measured | None:
     return _measure(devices, elements, WIDTH)
 
 
-def measure_chunk(devices: Sequence[Device], elements: int) -> Measured | None:
-    """Every path that is meant for messages of `elements` bf16."""
-    return _measure(devices, elements, 0)
+def measure_chunk(devices: Sequence[Device], T: int, D: int) -> Measured | None:
+    """Every path that is meant for chunks of T rows of D; the one by rows norms them too."""
+    return _measure(devices, T * D, 0, D if takes(D) else 0)
 
 
-def _measure(devices: Sequence[Device], elements: int, width: int) -> Measured | None:
+def _measure(devices: Sequence[Device], elements: int, width: int, D: int = 0) -> Measured | None:
     gpus = [dev for dev in devices if isinstance(dev, CudaDevice)]
     ordinals = tuple(dev.ordinal for dev in devices)
     if len(gpus) < 2 or len(gpus) < len(devices) or len(set(ordinals)) < len(ordinals):
         return None
-    key = (ordinals, 2 * elements, width)
+    key = (ordinals, 2 * elements, width, D)
     if key not in _measured:
         paths = (
             ["twoshot", "flag"] + (["lamport"] if 2 * elements < ONE_SHOT_BYTES else []) + ([INLINE] if width else [])
         )
-        us = tuple((path, _time(gpus, _calls(gpus, path, elements, width))) for path in paths)
-        _measured[key] = Measured(ordinals, 2 * elements, width, us)
+        us = [(path, _time(gpus, _calls(gpus, path, elements, width))) for path in paths]
+        us += [(ROWS, _time(gpus, _calls_by_rows(gpus, elements // D, D)))] if D else []
+        _measured[key] = Measured(ordinals, 2 * elements, width, tuple(us))
     return _measured[key]
 
 
@@ -98,6 +101,15 @@ def _calls(devices: Sequence[CudaDevice], path: str, elements: int, width: int) 
             GEMV.store(dev, share[rank], x[rank], weights[rank])
             dev.synchronize()
     return call
+
+
+def _calls_by_rows(devices: Sequence[CudaDevice], T: int, D: int) -> Call:
+    """One sum by rows of zeros, and their norm."""
+    g = [dev.zeros((D,), BF16) for dev in devices]
+    shares = [dev.zeros((T, D), BF16) for dev in devices]
+    buffers = [RowBuffers("bf16", s, s, None, dev.zeros((T, D), F32)) for dev, s in zip(devices, shares, strict=True)]
+    ends = RowsWorkspace.create(devices, buffers, limit_ns=LIMIT_NS)
+    return lambda rank, _: allreduce_rows(ends[rank], T, D, g[rank], 1e-6, pdl=True)
 
 
 def _time(devices: Sequence[CudaDevice], call: Call) -> float:

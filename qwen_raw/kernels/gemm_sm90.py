@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +82,7 @@ VARIANTS = {
         Variant("many256", False, 256, 4, 1, 2, 0.69),
     )
 }
+MAX_OWNERS = 8
 # Which of them an operation has.
 FEW = ("few16", "few64")
 LONG = 8  # waves from which on the last one is left as it is
@@ -92,6 +95,8 @@ OPERATIONS = {
     "store": (*_EVERYWHERE, "many192", "many224", "cut128"),
     "swiglu": (*_EVERYWHERE, "many144", "many224"),
 }
+# Rows that are dealt out to their owners go through trays.
+DEALT = tuple(n for n in OPERATIONS["store"] if not VARIANTS[n].few and VARIANTS[n].cluster)
 
 
 def most_pieces(rest: int, clusters: int, slices: int) -> int:
@@ -126,10 +131,11 @@ def cut_pieces(tiles: int, slices: int) -> int:
     return max((n for n, most in CUT_CLUSTERS.items() if tiles <= most and n <= slices), default=1)
 
 
-def choose(op: str, T: int, rows: int, slices: int, sm_count: int, HD: int = 128) -> Choice:
+def choose(op: str, T: int, rows: int, slices: int, sm_count: int, HD: int = 128, dealt: bool = False) -> Choice:
     """The fastest by a model of times measured on an H200 (docs/prefill.md); few tokens take the narrowest tile.
 
-    `rows`: of weights, pairs counted twice; `slices`: of 128 bytes in K; HD: of heads, where they matter.
+    `rows`: of weights, pairs counted twice; `slices`: of 128 bytes in K; HD: of heads, where they matter; `dealt`: c's
+    rows go to several owners.
     """
     few = [VARIANTS[name] for name in OPERATIONS[op] if name in FEW and VARIANTS[name].BN >= T]
     if few:
@@ -151,7 +157,7 @@ def choose(op: str, T: int, rows: int, slices: int, sm_count: int, HD: int = 128
         return time
 
     candidates = []
-    for name in OPERATIONS[op]:
+    for name in DEALT if dealt else OPERATIONS[op]:
         v = VARIANTS[name]
         tiles, clusters = v.tiles(T, rows), v.clusters(sm_count)
         if op == "qkv" and v.heads_of_128 and HD != P_ROWS:
@@ -239,6 +245,17 @@ class GemmSm90:
         check_buffer(c, (T, w.N), BF16, "c")
         self._launch(dev, "store", choice, [c], x, [w], [], [w.N])
 
+    def push(self, dev: Device, parts: Sequence[Buffer], x: Tokens, w: Linear, choice: Choice | None = None) -> None:
+        """The rows of `store`'s c, dealt out: bf16 [n, N] each, n the same but for the last; also of devices that are
+        peers. More than P_ROWS tokens."""
+        T, n = x.values.shape[0], parts[0].shape[0]
+        require(T > P_ROWS, f"{T} tokens: rows are dealt out from {P_ROWS + 1} on")
+        require(len(parts) <= MAX_OWNERS, f"{len(parts)} owners of rows: the kernel takes {MAX_OWNERS}")
+        require(-(-T // n) == len(parts), f"{T} rows are not {len(parts)} parts of {n}")
+        for i, part in enumerate(parts):
+            check_buffer(part, (min(n, T - i * n), w.N), BF16, "c")
+        self._launch(dev, "store", choice, list(parts), x, [w], [], [w.N])
+
     def _launch(
         self,
         dev: Device,
@@ -247,7 +264,7 @@ class GemmSm90:
         outputs: list[Buffer],
         x: Tokens,
         weights: list[Linear],
-        more: list[Buffer],
+        more: list[Arg],
         dims: list[int],
     ) -> None:
         """`weights`: one behind the other in memory; `more` and `dims`: behind the maps."""
@@ -264,9 +281,10 @@ class GemmSm90:
             check_buffer(scales[0], (T,), F32, "the tokens' scale")
         slices = -(-K * x.values.dtype.itemsize // ROW_BYTES)
         HD = outputs[0].shape[2] if op == "qkv" else 128
-        choice = choice or choose(op, T, rows, slices, dev.sm_count, HD)
+        dealt = op == "store" and len(outputs) > 1
+        choice = choice or choose(op, T, rows, slices, dev.sm_count, HD, dealt)
         v, clusters = choice.variant, choice.variant.clusters(dev.sm_count)
-        if v.name not in OPERATIONS[op] or (v.few and T > v.BN):
+        if v.name not in (DEALT if dealt else OPERATIONS[op]) or (v.few and T > v.BN):
             raise QwenRawError(f"gemm_{op} for {T} tokens does not have the variant {v.name}")
         tiles, share_p = v.tiles(T, rows), v.share_p(T, rows)
         if v.cluster:
@@ -294,14 +312,28 @@ class GemmSm90:
         if op == "qkv" and v.heads_of_128 and v.cluster:
             y_map = _rows(dev, [w.weight for w in weights], v.BN // 2 - w_box)  # the weights' smaller boxes
         elif op != "qkv" and not v.few and v.cluster:
-            y_map = _rows(dev, outputs, BOX_ROWS)
+            y_map = _rows(dev, outputs[:1], BOX_ROWS)
         workspace = self.workspace
+        if op == "store":
+            more = [
+                *more,
+                _owners([y_map, *(_rows(dev, [part], BOX_ROWS) for part in outputs[1:])], outputs[0].shape[0]),
+            ]
+            outputs = outputs[:1]
         args: list[Arg] = [*outputs, x_map, w_map, y_map, workspace.partials, workspace.counters, *scales, *more]
         args += [np.int32(n) for n in (*dims, T, K, split, pieces, share_p)]
         kernel = dev.kernel(self.stem, f"gemm_{op}_{'fp8' if self.fp8 else 'bf16'}_{v.name}")
         size = v.cluster or pieces
         cluster = (size, 1, 1) if size > 1 else None
         dev.launch(kernel, (grid, 1, 1), (v.threads, 1, 1), args, smem=v.smem, pdl=self.pdl, cluster=cluster)
+
+
+def _owners(maps: Sequence[TensorMap], part: int) -> np.ndarray[Any, Any]:
+    """struct RowOwners. What the maps reach into must outlive graphs with it; the first is an argument besides."""
+    words = np.zeros(16 * MAX_OWNERS + 8, np.uint64)
+    words[: 16 * len(maps)] = np.concatenate([m.words for m in maps])
+    words[16 * MAX_OWNERS] = part
+    return words
 
 
 def _rows(dev: Device, matrices: list[Buffer], box: int) -> TensorMap:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -99,6 +99,19 @@ class LtProducts:
         if not self.takes(op, T, parts * w.N, w.K):
             return False
         return self.strict or self.lt.has(Shape(w.scale is not None, op == "add", T, w.N, w.K))
+
+    @property
+    def normed(self) -> str:
+        """See Products."""
+        return self.own.normed
+
+    def pushes(self, T: int) -> bool:
+        """See Products: what cuBLASLt stores lies in one place."""
+        return not self.strict and self.own.pushes(T)
+
+    def push(self, dev: Device, parts: Sequence[Buffer], x: Tokens, w: Linear) -> None:
+        """See Products."""
+        self.own.push(dev, parts, x, w)
 
     def unquantised(self) -> Products:
         """See Products."""

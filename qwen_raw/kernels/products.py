@@ -6,6 +6,7 @@ norm, which is more exact; they are kept for models whose rows are too short for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,10 @@ class RowProducts(Protocol):
 class Products(RowProducts, Protocol):
     """All products of a layer, and their inputs: `norm` makes that of qkv and swiglu, `quantise` that of O and down."""
 
+    @property
+    def normed(self) -> str:
+        """What `norm` makes: f16, bf16 or e4m3."""
+
     def room(self, a: Buffer) -> Tokens:
         """The input in which values of a 16-bit buffer go into a product: the buffer itself, or codes and scales."""
 
@@ -63,6 +68,12 @@ class Products(RowProducts, Protocol):
     def swiglu(self, dev: Device, act: Buffer, x: Tokens, gate: Linear, up: Linear) -> None:
         """act bf16 [T, I] from the normalised input."""
 
+    def pushes(self, T: int) -> bool:
+        """Whether `push` takes T tokens."""
+
+    def push(self, dev: Device, parts: Sequence[Buffer], x: Tokens, w: Linear) -> None:
+        """`store`, its rows dealt out to their owners' memory: bf16 [n, N] each, n the same but for the last."""
+
     def unquantised(self) -> Products:
         """Products of the same weights with 16-bit inputs: the function that decode computes."""
 
@@ -72,10 +83,19 @@ class MmaProducts:
     """`mma.sync`, from sm_80 on: f16 after a norm, weights widened to the input's type."""
 
     gemm: Gemm
+    normed = "f16"
 
     def unquantised(self) -> Products:
         """See Products."""
         return self
+
+    def pushes(self, T: int) -> bool:
+        """See Products: they store to one place."""
+        return False
+
+    def push(self, dev: Device, parts: Sequence[Buffer], x: Tokens, w: Linear) -> None:
+        """See Products."""
+        raise NotImplementedError("these products do not deal rows out")
 
     def room(self, a: Buffer) -> Tokens:
         """See Products."""
@@ -125,9 +145,22 @@ class Sm90Products:
     codes: Buffer | None  # e4m3 [rows · the widest input]
     scale: Buffer | None  # f32 [rows]
 
+    @property
+    def normed(self) -> str:
+        """See Products."""
+        return "bf16" if self.codes is None else "e4m3"
+
     def unquantised(self) -> Products:
         """See Products."""
         return self if self.codes is None else MmaProducts(GEMM_FP8)
+
+    def pushes(self, T: int) -> bool:
+        """See Products."""
+        return T > gemm_sm90.P_ROWS
+
+    def push(self, dev: Device, parts: Sequence[Buffer], x: Tokens, w: Linear) -> None:
+        """See Products."""
+        self.gemm.push(dev, parts, x, w)
 
     def room(self, a: Buffer) -> Tokens:
         """See Products."""

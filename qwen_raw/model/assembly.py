@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from qwen_raw.comm.measure import INLINE, Measured, measure_chunk, measure_token
-from qwen_raw.comm.reduce import create_reducers, usual_path
+from qwen_raw.comm.measure import INLINE, ROWS, measure_chunk, measure_token
+from qwen_raw.comm.reduce import Reducer, create_reducers, usual_path
 from qwen_raw.device import BF16, Device
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
+from qwen_raw.kernels import allreduce_rows
+from qwen_raw.kernels.allreduce_rows import RowBuffers, RowsWorkspace
 from qwen_raw.kernels.gemv_exchange import Exchange
 from qwen_raw.kernels.gemv_exchange_bf16 import EXCHANGE as EXCHANGE_BF16
 from qwen_raw.kernels.gemv_exchange_fp8 import EXCHANGE as EXCHANGE_FP8
@@ -65,7 +67,7 @@ def assemble(
         PrefillBuffers.create(device, part.local, max_len, fp8=fp8, pdl=ranks_on_gpu(devices, rank) == 1)
         for rank, (device, part) in enumerate(zip(devices, parts, strict=True))
     ]
-    residuals = _residuals(devices, parts, prefill[0].chunk, comm, few, limit_ns, fp8=fp8)
+    residuals = _residuals(devices, parts, prefill, comm, few, limit_ns, fp8=fp8)
     return [
         Rank(
             device=device,
@@ -91,25 +93,40 @@ def section(progress: Progress | None, before: int, total: int) -> Progress | No
 
 
 def _residuals(
-    devices: Sequence[Device], parts: Sequence[Shard], chunk: int, comm: str, few: int, limit_ns: int, *, fp8: bool
+    devices: Sequence[Device],
+    parts: Sequence[Shard],
+    prefill: Sequence[PrefillBuffers],
+    comm: str,
+    few: int,
+    limit_ns: int,
+    *,
+    fp8: bool,
 ) -> list[Residual]:
     """Up to `few` tokens are summed by `comm`; a chunk, where bytes count, by what is fastest unless `comm` insists."""
     if len(devices) == 1:
         return [Alone(devices[0])]
-    D, local, token, message = parts[0].whole.D, parts[0].local, comm, comm
+    D, local, token, message, chunk = parts[0].whole.D, parts[0].local, comm, comm, prefill[0].chunk
     kernels, widths = EXCHANGE_FP8 if fp8 else EXCHANGE_BF16, [local.H * local.HD, local.I]
     if comm == "auto":
-        token = _fastest(measure_token(devices, D), D)
+        measured = measure_token(devices, D)
+        token = usual_path(D) if measured is None else measured.fastest
         if token == INLINE and not all(map(kernels.takes, widths)):
             token = usual_path(D)
     if comm in ("auto", "lamport", INLINE):  # lamport would push every chunk to all: twice the bytes at 4 ranks
-        message = _fastest(measure_chunk(devices, min(chunk * D, MEASURED_CHUNK)), chunk * D)
+        message = _path_of_chunk(devices, chunk, D)
     inline = token == INLINE
     path = usual_path(few * D) if inline else token
     small = create_reducers(devices, path=path, elements=few * D, limit_ns=limit_ns)
-    large = create_reducers(devices, path=message, elements=chunk * D, limit_ns=limit_ns)
+    large: Sequence[Reducer | None] = [None] * len(devices)
+    rows: Sequence[RowsWorkspace | None] = [None] * len(devices)
+    if message == ROWS:
+        rows = RowsWorkspace.create(
+            devices, [_row_buffers(*own, len(devices)) for own in zip(devices, prefill, strict=True)], limit_ns=limit_ns
+        )
+    else:
+        large = create_reducers(devices, path=message, elements=chunk * D, limit_ns=limit_ns)
     shares = [device.empty((D,), BF16) for device in devices]
-    summed = [Summed(*ends, few) for ends in zip(devices, shares, small, large, strict=True)]
+    summed = [Summed(*ends, few) for ends in zip(devices, shares, small, large, rows, strict=True)]
     if not inline:
         return list(summed)
     kernels.load(devices, widths)
@@ -117,8 +134,18 @@ def _residuals(
     return [Inline(end, kernels, other) for end, other in zip(ends, summed, strict=True)]
 
 
-def _fastest(measured: Measured | None, elements: int) -> str:
-    return usual_path(elements) if measured is None else measured.fastest
+def _path_of_chunk(devices: Sequence[Device], chunk: int, D: int) -> str:
+    measured = measure_chunk(devices, max(1, min(chunk, MEASURED_CHUNK // D)), D)
+    if measured is not None:
+        return measured.fastest
+    return ROWS if allreduce_rows.takes(D) else usual_path(chunk * D)
+
+
+def _row_buffers(device: Device, b: PrefillBuffers, world: int) -> RowBuffers:
+    """O and down leave their shares in n, or push them, and the rows go where the products look for them."""
+    x, (T, D) = b.products.room(b.n), b.n.shape
+    received = device.empty((world * -(-T // world) * D,), BF16) if b.products.pushes(T) else None
+    return RowBuffers(b.products.normed, b.n, x.values, x.scale, b.h, received)
 
 
 def by_gpu(devices: Sequence[Device], values: Sequence[T]) -> dict[int, list[T]]:

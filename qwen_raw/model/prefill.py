@@ -5,6 +5,9 @@ device memory (PrefillBuffers.span), so one captured graph serves every length u
 other but in attention, which reads the keys of tokens only: padding is computed and dropped. It costs time, and changes
 nothing.
 
+At several ranks the norm behind O or down is usually part of their sum (qwen_raw/kernels/allreduce_rows.py): each row
+of the residual stream is then kept by one rank, until the last sum of a chunk gives all of them to all.
+
 A generator, as a decode step is: it yields after every sum over ranks (`qwen_raw.model.decode.level`).
 """
 
@@ -16,6 +19,7 @@ from itertools import islice
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import Buffer, Device
 from qwen_raw.kernels import products
+from qwen_raw.kernels.allreduce_rows import RowsWorkspace, allreduce_rows
 from qwen_raw.kernels.attention import prefill_attention
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
@@ -27,6 +31,7 @@ from qwen_raw.model.state import KVCache, PrefillBuffers
 from qwen_raw.model.weights import Layer, Weights
 
 # Of a layer; norm, quantise and reduce twice. Quantising is part of fp8 weights on Hopper, reduce of several ranks.
+# A sum by rows norms too: then only the chunk's first norm is a step by itself.
 STAGES = ("norm", "qkv", "attn", "quantise", "o", "gate_up", "down", "reduce")
 
 
@@ -43,25 +48,43 @@ def prefill_layer(
     rows: int,
     residual: Residual,
     skip: frozenset[str],
+    first: bool,
+    following: Buffer | None,
 ) -> Iterator[None]:
-    """b.h[:rows] → b.h[:rows]; keys and values of the tokens that b.span says into the cache. `skip`: of STAGES."""
+    """b.h[:rows] → b.h[:rows]; keys and values of the tokens that b.span says into the cache. `skip`: of STAGES.
+
+    `first`: of the chunk's layers; `following`: the next one's norm, None behind the last.
+    """
     h, n, span, gemm = b.h.view((rows, c.D)), b.n.view((rows, c.D)), b.span, b.products
     q, attn, act = b.q.view((rows, c.H, c.HD)), b.attn.view((rows, c.H, c.HD)), b.act.view((rows, c.I))
     hopper = products.suits_sm90(dev.arch, c)  # small models show what probabilities in bf16 cost
+    by_rows = sums_by_rows(residual, gemm)
     x = gemm.room(n)
-    if "norm" not in skip:
+    if "norm" not in skip and (first or by_rows is None):
         gemm.norm(dev, x, h, layer.norm1, c.rms_eps)
     if "qkv" not in skip:
         gemm.qkv(dev, q, k_cache, v_cache, x, layer.qkv, layer.qkv_bias, rope, span, fine)
     if "attn" not in skip:
         prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine, wide=wide, hopper=hopper)
-    yield from _into_residual(dev, "o", attn.view((rows, c.H * c.HD)), layer.o, h, n, gemm, residual, skip)
+    _into_residual(dev, "o", attn.view((rows, c.H * c.HD)), layer.o, h, n, gemm, residual, skip)
+    if by_rows is not None and "reduce" not in skip:
+        allreduce_rows(by_rows, rows, c.D, layer.norm2, c.rms_eps, pdl=True, pushed=gemm.pushes(rows))
+    yield
     x = gemm.room(n)
-    if "norm" not in skip:
+    if "norm" not in skip and by_rows is None:
         gemm.norm(dev, x, h, layer.norm2, c.rms_eps)
     if "gate_up" not in skip:
         gemm.swiglu(dev, act, x, layer.gate, layer.up)
-    yield from _into_residual(dev, "down", act, layer.down, h, n, gemm, residual, skip)
+    _into_residual(dev, "down", act, layer.down, h, n, gemm, residual, skip)
+    if by_rows is not None and "reduce" not in skip:
+        allreduce_rows(by_rows, rows, c.D, following, c.rms_eps, pdl=True, pushed=gemm.pushes(rows))
+    yield
+
+
+def sums_by_rows(residual: Residual, gemm: Products) -> RowsWorkspace | None:
+    """What sums by rows and makes what these products take. None: the sum and the norm are two steps."""
+    ws = residual.rows
+    return ws if ws is not None and ws.kind == gemm.normed else None
 
 
 def _into_residual(
@@ -74,16 +97,21 @@ def _into_residual(
     gemm: Products,
     residual: Residual,
     skip: frozenset[str],
-) -> Iterator[None]:
-    """h += a·Wᵀ over all ranks; n takes their shares."""
+) -> None:
+    """h += a·Wᵀ over all ranks; n takes their shares.
+
+    Where they are summed by rows they stay there, or go to the rows' owners.
+    """
     x = gemm.room(a)
     if "quantise" not in skip:
         gemm.quantise(dev, x, a)
-    if stage not in skip:
+    by_rows = sums_by_rows(residual, gemm)
+    if stage not in skip and by_rows is not None and gemm.pushes(n.shape[0]):
+        gemm.push(dev, by_rows.parts(*n.shape), x, w)
+    elif stage not in skip:
         residual.products(gemm, h, x, w, n)
-    if "reduce" not in skip:
+    if "reduce" not in skip and by_rows is None:
         residual.reduce(h, spare=n)
-    yield
 
 
 def prefill_chunk(
@@ -107,8 +135,13 @@ def prefill_chunk(
     """
     if embedded:
         embed(dev, b.h.view((rows, c.D)), w.embed, b.ids(rows))
-    for layer, (k, v, fine) in islice(zip(w.layers, cache.layers, strict=True), layers):
-        yield from prefill_layer(dev, c, layer, k, v, fine, cache.wide, rope, b, rows, residual, skip)
+    some = list(islice(zip(w.layers, cache.layers, strict=True), layers))
+    norms = [layer.norm1 for layer, _ in some[1:]]
+    for i, (layer, (k, v, fine)) in enumerate(some):
+        following = norms[i] if i < len(norms) else None
+        yield from prefill_layer(
+            dev, c, layer, k, v, fine, cache.wide, rope, b, rows, residual, skip, i == 0, following
+        )
 
 
 def all_logits(dev: Device, c: ModelConfig, w: Weights, b: PrefillBuffers, h: Buffer, out: Buffer) -> None:

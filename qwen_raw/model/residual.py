@@ -13,6 +13,7 @@ from typing import Protocol
 from qwen_raw.comm.measure import INLINE
 from qwen_raw.comm.reduce import Reducer
 from qwen_raw.device import Buffer, Device
+from qwen_raw.kernels.allreduce_rows import RowsWorkspace
 from qwen_raw.kernels.gemm_sm90 import Tokens
 from qwen_raw.kernels.gemv import Gemv
 from qwen_raw.kernels.gemv_exchange import Exchange, GemvExchange, Next
@@ -46,6 +47,10 @@ class Residual(Protocol):
         """Queue whatever is still missing until h is complete; `spare` as given to `products`."""
 
     @property
+    def rows(self) -> RowsWorkspace | None:
+        """What sums a chunk of the prompt by rows and norms them; None: `reduce` sums it."""
+
+    @property
     def capturable(self) -> bool:
         """Whether a graph can hold a step; else it must be queued anew each time."""
 
@@ -58,6 +63,7 @@ class Alone:
     """One rank: the product is the whole, and its kernel adds it."""
 
     device: Device
+    rows = None
     path = ""
     capturable = True
 
@@ -88,7 +94,8 @@ class Summed:
     device: Device
     share: Buffer  # bf16 [D], of one token
     small: Reducer  # of one token, or a few that are verified together
-    large: Reducer  # of a chunk of the prompt
+    large: Reducer | None  # of a chunk of the prompt; None: `rows` sums it
+    rows: RowsWorkspace | None = None
     few: int = 1  # tokens that the small one takes
 
     @property
@@ -114,7 +121,7 @@ class Summed:
             self.small.add(h, self.share, pdl=pdl)
         else:
             few, n = spare.shape[0] <= self.few, (spare.shape[0] * spare.shape[1],)
-            (self.small if few else self.large).add(h.view(n), spare.view(n), pdl=pdl)
+            (self.small if few or self.large is None else self.large).add(h.view(n), spare.view(n), pdl=pdl)
 
     @property
     def capturable(self) -> bool:
@@ -123,7 +130,8 @@ class Summed:
 
     def fault(self) -> str | None:
         """See Residual."""
-        return self.small.fault() or self.large.fault()
+        chunks = self.large if self.rows is None else self.rows.limit
+        return self.small.fault() or (chunks.fault() if chunks is not None else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,11 @@ class Inline:
     summed: Summed
     path = INLINE
     capturable = True
+
+    @property
+    def rows(self) -> RowsWorkspace | None:
+        """See Residual."""
+        return self.summed.rows
 
     def of_step(self, skip: frozenset[str]) -> Residual:
         """See Residual."""

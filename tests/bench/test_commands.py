@@ -57,6 +57,8 @@ WRONG = [
     ("allreduce", "--devices 0,x", "argument --devices: '0,x' is not a list of GPU numbers"),
     ("allreduce", "--devices 0", "1 devices: 2 to 8 ranks sum"),
     ("allreduce", "--bytes 1000", "argument --bytes: 1000 bytes are not whole packs of 16"),
+    ("allreduce_rows", "--devices 0", "1 devices: 2 to 8 ranks sum"),
+    ("allreduce_rows", "--hidden 100", "argument --hidden: 100 is not a multiple of 16, up to 8192"),
     ("signal", "--devices 0,0,0", "3 devices: a channel has two ends"),
     ("signal", "--bytes 20", "argument --bytes: 20 bytes are not whole packs of 16"),
     ("pipeline", "--devices 0", "1 device: there are 2 to 8 stages, as in --devices 0,0"),

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 from model.ranks import open_ranks
 
-from qwen_raw.comm.measure import INLINE, Measured, measure_chunk, measure_token
+from qwen_raw.comm.measure import INLINE, ROWS, Measured, measure_chunk, measure_token
 from qwen_raw.comm.reduce import PATHS, usual_path
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.driver.probe import probe
@@ -34,12 +34,12 @@ def test_gpus_are_measured_once_if_each_has_a_rank(which: tuple[int, ...]) -> No
         pytest.skip("needs two GPUs")
     with ExitStack() as stack:
         devices = [stack.enter_context(CudaDevice(n)) for n in which]
-        token, chunk = measure_token(devices, 896), measure_chunk(devices, 1 << 20)
+        token, chunk = measure_token(devices, 896), measure_chunk(devices, 2048, 512)
         if which != (0, 1):
             assert token is None and chunk is None
             return
         assert token is not None and chunk is not None
         assert {path for path, _ in token.us} == {*PATHS, INLINE} - {"host"}
-        assert {path for path, _ in chunk.us} == {"flag", "twoshot"}
+        assert {path for path, _ in chunk.us} == {"flag", "twoshot", ROWS}
         assert all(0 < us < 1000 for _, us in (*token.us, *chunk.us))
         assert measure_token(devices, 896) is token and measure_token(devices, 904) is not token

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from conformance.by_rows_cases import by_rows_cases
 from conformance.kernel_cases import ADD, EPS, Case, Outputs, exact, fp32, rounded
 from conformance.loop_cases import LOOPS
 from conformance.machines import LIMIT_NS, MOST_RANKS, Machine, Output
@@ -248,6 +249,7 @@ def rank_cases() -> list[Case]:
     return [
         *(allreduce(*reduce, add, world) for reduce in reduces for add in (False, True) for world in WORLDS),
         *map(allreduce_norm, WORLDS),
+        *by_rows_cases(),
         *map(allreduce_host, WORLDS),
         *(gemv_exchange(EXCHANGE_BF16, C, ADD["bf16"][C]) for C in (1, 2, 4)),
         *(gemv_exchange(EXCHANGE_FP8, C, ADD["fp8"][C]) for C in (1, 2, 4)),

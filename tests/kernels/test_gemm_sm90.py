@@ -13,7 +13,18 @@ from loaders.dtypes import bf16_to_f32, e4m3_to_f32, quantize_rows_e4m3
 from qwen_raw.device import BF16, E4M3, F32
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90
-from qwen_raw.kernels.gemm_sm90 import ARCH, CUTS, OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens, choose, most_pieces
+from qwen_raw.kernels.gemm_sm90 import (
+    ARCH,
+    CUTS,
+    DEALT,
+    OPERATIONS,
+    VARIANTS,
+    Choice,
+    GemmSm90,
+    Tokens,
+    choose,
+    most_pieces,
+)
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
@@ -98,6 +109,24 @@ def make_pair(dev: Any, rng: np.random.Generator, rows: int, columns: int, fp8: 
         for i in range(2)
     ]
     return parts, W[:rows], W[rows:]
+
+
+@pytest.mark.parametrize("name", DEALT)
+@pytest.mark.parametrize("part", [133, 75, 64, 20])
+def test_rows_are_dealt_out(dev: Any, rng: np.random.Generator, gemm: GemmSm90, name: str, part: int) -> None:
+    """The bits of `store`, in as many places as there are parts; boxes of 64 rows reach into up to five."""
+    T, K = 133, depth(name)
+    w, _ = make_linear(dev, rng, N, K, gemm.fp8)
+    x, _ = tokens(dev, rng, T, K, gemm.fp8)
+    whole = dev.empty((T, N), BF16)
+    gemm.store(dev, whole, x, w, Choice(VARIANTS[name], 99))
+    parts = [dev.empty((min(part, T - first) + 1, N), BF16) for first in range(0, T, part)]
+    for buffer in parts:
+        buffer.fill(POISON)
+    gemm.push(dev, [b.view((b.shape[0] - 1, N)) for b in parts], x, w, Choice(VARIANTS[name], 99))
+    found = [buffer.download() for buffer in parts]
+    np.testing.assert_array_equal(np.concatenate([rows[:-1] for rows in found]), whole.download())
+    assert all((rows[-1].view(np.uint8) == POISON).all() for rows in found), "stored beyond a part's rows"
 
 
 @pytest.mark.parametrize(("name", "split"), cases("swiglu"))

@@ -1,6 +1,7 @@
 """`python -m model.lost_rank 0,0 COMM HOW`: a model on GPUs loses its last rank; what a request is told.
 
-HOW: "stalls", its steps are never launched; "traps", a kernel of it fails. A process of its own, because either way a
+HOW: "stalls", its steps are never launched; "traps", a kernel of it fails; "misses the prompt", its prompts are never
+launched. A process of its own, because either way a
 GPU's context is lost.
 """
 
@@ -19,6 +20,7 @@ from qwen_raw.kernels.allreduce_lamport import LamportWorkspace, allreduce_lampo
 from qwen_raw.model.runner import DeviceRunner, Step
 
 WAYS = ("stalls", "traps")
+MISSES = "misses the prompt"
 
 
 def trap(devices: Sequence[Any]) -> tuple[Graph, object]:
@@ -39,6 +41,11 @@ def without_the_last(step: Step, how: str, devices: Sequence[Any]) -> tuple[Step
     return replace(step, graphs=(*step.graphs[:-1], graph)), kept
 
 
+def miss_prompts(runner: DeviceRunner) -> None:
+    """The last rank's graphs of prompts are launched no more."""
+    runner.prompt.graphs = {key: graphs[:-1] for key, graphs in runner.prompt.graphs.items()}
+
+
 def main(ordinals: list[int], comm: str, how: str) -> int:
     from qwen_raw.driver.device import CudaDevice
 
@@ -51,7 +58,10 @@ def main(ordinals: list[int], comm: str, how: str) -> int:
     assert len(list(runner.generate([3, 4], **options))) == 4  # type: ignore[arg-type]
     step = runner._step
     assert step is not None
-    runner._step, _kept = without_the_last(step, how, devices)
+    if how == MISSES:
+        miss_prompts(runner)
+    else:
+        runner._step, _kept = without_the_last(step, how, devices)
     try:
         list(runner.generate([3, 4], **options))  # type: ignore[arg-type]
     except QwenRawError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model.lost_rank import WAYS, without_the_last
+from model.lost_rank import MISSES, WAYS, miss_prompts, without_the_last
 from model.ranks import KINDS, ODD, PAIRS, TIED, biased_checkpoint, open_ranks, sure
 
 import qwen_raw
@@ -140,8 +140,23 @@ def test_a_rank_that_is_lost_is_named(make: Make, world: int, comm: str, how: st
         assert (f"waited 50 ms for rank {world - 1} in call" if how == "stalls" else f"rank {world - 1}") in said
 
 
+@pytest.mark.parametrize(("world", "comm"), [(2, "lamport"), (4, "lamport"), (2, "twoshot")])
+def test_a_rank_that_misses_a_prompt_is_named(make: Make, world: int, comm: str) -> None:
+    """The sums of a chunk, by rows or not, have the same deadline."""
+    for devices in open_ranks(f"sim-{world}"):
+        runner = make(devices, biased_checkpoint(replace(TIED, I=64)), limit_ns=50_000_000, comm=comm)
+        options = {"max_tokens": 1, "temperature": 0.0, "seed": 0}
+        assert len(list(runner.generate([3, 4], **options))) == 1
+        assert (runner.ranks[0].residual.rows is not None) == (comm == "lamport")
+        graphs = runner.prompt.graphs
+        miss_prompts(runner)
+        with pytest.raises(QwenRawError, match=f"waited 50 ms for rank {world - 1} in call"):
+            list(runner.generate([3, 4], **options))
+        runner.prompt.graphs = graphs
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", (*WAYS, MISSES))
 @pytest.mark.parametrize("comm", ["lamport", INLINE, "flag", "twoshot"])
 @pytest.mark.parametrize("which", ["0,0", "0,1"])
 def test_a_rank_that_is_lost_on_a_gpu_is_named(which: str, comm: str, how: str) -> None:
@@ -161,7 +176,7 @@ def test_a_rank_that_is_lost_on_a_gpu_is_named(which: str, comm: str, how: str) 
     )
     assert done.returncode == 1 and done.stderr == "", done.stderr
     assert done.stdout.count("\n") == 1
-    if how == "stalls":
+    if how in ("stalls", MISSES):
         assert "rank 0 waited 300 ms for rank 1 in call" in done.stdout
     else:
         assert ("rank 1" if which == "0,1" else "rank ") in done.stdout
