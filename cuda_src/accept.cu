@@ -59,12 +59,13 @@ accept_begin(const DecodeState* state,  // [1]
   next_pass(state, draft, rows, span, R, draft_vocab);
 }
 
+// No release: each would wait until all before it has reached the host, a microsecond and more. What needs an order has one behind it.
 DEVICE void tell(uint64_t* told, const Counts& c, uint32_t steps) {
-  st_release_sys_u64(told + 1, c.right);
-  st_release_sys_u64(told + 2, c.guesses);
-  st_release_sys_u64(told + 3, c.compared);
-  st_release_sys_u64(told + 4, c.posted);
-  st_release_sys_u64(told, uint64_t(c.passes) << 32 | steps);
+  st_volatile_u64(told + 1, c.right);
+  st_volatile_u64(told + 2, c.guesses);
+  st_volatile_u64(told + 3, c.compared);
+  st_volatile_u64(told + 4, c.posted);
+  st_volatile_u64(told, uint64_t(c.passes) << 32 | steps);
 }
 
 KERNEL(32) void
@@ -181,11 +182,10 @@ DEVICE void accept(DecodeState* state, DecodeState* draft, DecodeState* rows, in
   }
   *counts = c;
   tell(told, c, step + n);
-  for (int i = 0; i < n; i++) {
-    uint64_t* slot = ring + 2 * ((step + i) % uint32_t(slots));
-    st_release_sys_u64(slot, uint64_t(sh.hash[0][i]) << 32 | sh.posted[i]);
-    st_release_sys_u64(slot + 1, uint64_t(step) + i + 1);
-  }
+  const auto slot = [&](int i) { return ring + 2 * ((step + i) % uint32_t(slots)); };
+  for (int i = 0; i < n; i++) st_volatile_u64(slot(i), uint64_t(sh.hash[0][i]) << 32 | sh.posted[i]);
+  __threadfence_system();  // one for all: who sees a number sees its id, and the counts
+  for (int i = 0; i < n; i++) st_volatile_u64(slot(i) + 1, uint64_t(step) + i + 1);
 }
 
 KERNEL_OCC(THREADS, 2) void

@@ -18,6 +18,9 @@
 // memory: sizeof(Shared). bytes moved: 2·KV·(pos + T)·HD·2 (e4m3: KV·(pos + T)·(2·HD + 16)) for each row block.
 // PRECOND  HD 64 or 128, NT 1 or 2 (by kernel name), T = 1 and G <= 8 for NT = 1; log_cluster 0 to 3, 0 before sm_90.
 // PRECOND  pos + T <= max_len; q, caches 16-byte aligned; part and part_ml filled with ones (every bit), arrivals zero before the first launch.
+//
+// attn_decode_*_each: the rows of a speculative pass, grid.y of them, each with the bits that it has alone: token t's keys end at pos + t, and it is
+// split as a step at that position is. part, part_ml, arrivals: a token's after another's. PRECOND  as for NT = 1, and no more tokens than those have room for.
 // minimum arch: sm_80
 #include "include/attn_merge.cuh"
 
@@ -228,7 +231,8 @@ DEVICE void finish(bf16* out, Shared<HD, NT>& sh, const Rows<HD, NT>& rows, cons
   }
 }
 
-template <class F, int HD, int NT, int TILES>
+// EACH: the block's token is one of several, each as if it were alone, with the splits of its own length; number blockIdx.y.
+template <class F, int HD, int NT, int TILES, bool EACH = false>
 DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_cache, const typename F::Element* v_cache, const uint8_t* fine,
                         float4* part, float2* part_ml, uint32_t* arrivals, const int32_t* pos_ptr, int T, int G, int KV, int max_len,
                         const Geometry& of, float scale_log2) {
@@ -244,12 +248,17 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_c
   const int row_blocks = NT == 1 ? 1 : int(unsigned(T * G + R - 1) / unsigned(R)), tiles = KV * row_blocks;
   Split s = place_of(of, tiles);
   if (s.tile >= tiles) return;
+  const int token = EACH ? int(blockIdx.y) : 0;
+  if (EACH) {
+    const int64_t row = int64_t(token) * KV * G * HD, meeting = int64_t(token) * tiles * R * of.sources();
+    out += row, q += row, part += meeting * (HD / 4), part_ml += meeting, arrivals += token * tiles * R;
+  }
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, kv = NT == 1 ? s.tile : int(unsigned(s.tile) / unsigned(row_blocks));
   const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP, 0);  // so that the compiler knows it to be the same in all lanes
   const int64_t first_row = int64_t(kv) * max_len;
   const AttnHead<F> head = {k_cache + first_row * HD, v_cache + first_row * HD, fine + first_row * FINE};
   const int pos = *pos_ptr;
-  if (!split_keys(s, of, pos + (NT == 1 ? 1 : T))) return;
+  if (!split_keys(s, of, pos + token + (NT == 1 ? 1 : T))) return;
 
   // Keys of the first step. Rows from pos on belong to the launch before this one.
   AttnTile<F, HD> tile[TILES];
@@ -303,8 +312,8 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_c
   finish(out, sh, rows, s, of.log_cluster, part + int64_t(tile_row) * sources * (HD / 4), part_ml + tile_row * sources, arrivals + tile_row);
 }
 
-#define ATTN_DECODE(F, NAME, HD, NT, TILES)                                                                                                 \
-  KERNEL_OCC(WARPS * WARP, 1) void attn_decode_##NAME##_hd##HD##_n##NT(                                                                     \
+#define ATTN_DECODE_AS(F, NAME, SUFFIX, HD, NT, TILES, EACH)                                                                                                 \
+  KERNEL_OCC(WARPS * WARP, 1) void attn_decode_##NAME##_hd##HD##SUFFIX(                                                                     \
       bf16* out,                 /* [T, H, HD] */                                                                                           \
       const bf16* q,             /* [T, H, HD] */                                                                                           \
       const F::Element* k_cache, /* [KV, max_len, HD] */                                                                                    \
@@ -316,9 +325,11 @@ DEVICE void attn_decode(bf16* out, const bf16* q, const typename F::Element* k_c
       const int32_t* pos,        /* [1]: of the first of the T tokens */                                                                    \
       int T, int G, int KV, int max_len, int clusters, int singles, int log_cluster, int log_keys, int log_full, int per_cluster,           \
       int per_single, float scale_log2) {                                                                                                   \
-    attn_decode<F, HD, NT, TILES>(out, q, k_cache, v_cache, fine, part, part_ml, arrivals, pos, T, G, KV, max_len,                          \
+    attn_decode<F, HD, NT, TILES, EACH>(out, q, k_cache, v_cache, fine, part, part_ml, arrivals, pos, T, G, KV, max_len,                          \
                                   {clusters, singles, log_cluster, log_keys, log_full, per_cluster, per_single}, scale_log2);               \
   }
+#define ATTN_DECODE(F, NAME, HD, NT, TILES) ATTN_DECODE_AS(F, NAME, _n##NT, HD, NT, TILES, false)
+#define ATTN_DECODE_EACH(F, NAME, HD, TILES) ATTN_DECODE_AS(F, NAME, _each, HD, 1, TILES, true)
 ATTN_DECODE(CacheBf16, bf16, 64, 1, 2)
 ATTN_DECODE(CacheBf16, bf16, 128, 1, 2)
 ATTN_DECODE(CacheBf16, bf16, 64, 2, 1)
@@ -327,3 +338,7 @@ ATTN_DECODE(CacheE4m3, e4m3, 64, 1, 4)
 ATTN_DECODE(CacheE4m3, e4m3, 128, 1, 4)
 ATTN_DECODE(CacheE4m3, e4m3, 64, 2, 2)
 ATTN_DECODE(CacheE4m3, e4m3, 128, 2, 2)
+ATTN_DECODE_EACH(CacheBf16, bf16, 64, 2)
+ATTN_DECODE_EACH(CacheBf16, bf16, 128, 2)
+ATTN_DECODE_EACH(CacheE4m3, e4m3, 64, 4)
+ATTN_DECODE_EACH(CacheE4m3, e4m3, 128, 4)

@@ -93,6 +93,6 @@ DEVICE void commit(DecodeState* state, uint64_t* ring, int slots, uint64_t rank,
   state->pos += 1;
   state->step = step + 1;
   uint64_t* slot = ring + 2 * (step % uint32_t(slots));
-  st_release_sys_u64(slot, uint64_t(hash) << 32 | id);
+  st_volatile_u64(slot, uint64_t(hash) << 32 | id);
   st_release_sys_u64(slot + 1, uint64_t(step) + 1);
 }

@@ -95,7 +95,7 @@ DEVICE void gemv_swiglu(bf16* act, const float* h, const bf16* g, const typename
 }
 
 // What the rotation of one unit needs besides its sums.
-struct Turn {
+struct Rotation {
   float scale[2], bias[2];
   float2 angle;  // {cos, sin}
   int slot;      // in an e4m3 cache
@@ -117,19 +117,19 @@ DEVICE void gemv_qkv(bf16* q, const KvCache& cache, const float* h, const bf16* 
   // All but the angle is known before the wait; pos would have to be waited for.
   const auto turn_of = [&](int u) {
     const int i0 = at.index(2 * u), i1 = at.index(2 * u + 1), p = units.begin + u;
-    return Turn{{scale_of<Engine>(scale, i0), scale_of<Engine>(scale, i1)}, {bias[i0], bias[i1]}, make_float2(1.f, 0.f),
+    return Rotation{{scale_of<Engine>(scale, i0), scale_of<Engine>(scale, i1)}, {bias[i0], bias[i1]}, make_float2(1.f, 0.f),
                 cache.slot((p >> log_half) - H, half, p & (half - 1))};
   };
-  Turn first = turn_of(min(j, units.count - 1));
+  Rotation first = turn_of(min(j, units.count - 1));
   engine.wait(h, K);
   const float ss = engine.normed();
   const float2* angles = rope + int64_t(pos) * half;
-  const auto turn = [&](Turn& t, int p) {
+  const auto turn = [&](Rotation& t, int p) {
     if (p < rotated) t.angle = ld_global_f2(angles + (p & (half - 1)));
   };
   turn(first, units.begin + min(j, units.count - 1));
   engine.multiply(sums, ss);
-  const auto finish = [&](int u, const Turn& t) {
+  const auto finish = [&](int u, const Rotation& t) {
     const int p = units.begin + u, head = p >> log_half, d = p & (half - 1);
     const float inv = sums.inverse_rms(K, eps);
     const float x = fmaf(sums.total(2 * u) * inv, t.scale[0], t.bias[0]), y = fmaf(sums.total(2 * u + 1) * inv, t.scale[1], t.bias[1]);
@@ -142,7 +142,7 @@ DEVICE void gemv_qkv(bf16* q, const KvCache& cache, const float* h, const bf16* 
   if (j < units.count) finish(j, first);
 #pragma unroll 1
   for (int u = j + blockDim.x; u < units.count; u += blockDim.x) {
-    Turn t = turn_of(u);
+    Rotation t = turn_of(u);
     turn(t, units.begin + u);
     finish(u, t);
   }

@@ -65,6 +65,10 @@ struct Diagonal {
   DEVICE void input() {
     XBf16<W, C> plain;
     flight.fetch(plain);
+    take(plain);
+  }
+  // The same of what has been fetched.
+  DEVICE void take(const XBf16<W, C>& plain) {
 #pragma unroll
     for (int c = 0; c < C; c++)
 #pragma unroll
@@ -80,8 +84,13 @@ struct Diagonal {
   }
   // h·weight, h fp32 [K]; returns this thread's share of Σ h².
   DEVICE float normed() {
-    float h[C][W::PACK], ss = 0.f;
+    float h[C][W::PACK];
     flight.fetch(h);
+    return weigh(h);
+  }
+  // The same of what has been fetched.
+  DEVICE float weigh(const float (&h)[C][W::PACK]) {
+    float ss = 0.f;
 #pragma unroll
     for (int c = 0; c < C; c++) {
       float squares[4] = {0.f, 0.f, 0.f, 0.f};

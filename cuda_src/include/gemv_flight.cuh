@@ -110,6 +110,12 @@ struct Flight {
     }
     griddep_wait_with(all);
   }
+  // From here on this thread's part of what lies K elements further on is fetched.
+  template <class T>
+  DEVICE void further(int K) {
+#pragma unroll
+    for (int c = 0; c < C; c++) x_at[c] = static_cast<const T*>(x_at[c]) + K;
+  }
   // After it: x bf16 [K].
   DEVICE void fetch(XBf16<W, C>& x) {
 #pragma unroll

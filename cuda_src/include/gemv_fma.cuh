@@ -64,6 +64,10 @@ struct Fma {
   // h·weight, h fp32 [K]; returns this thread's share of Σ h².
   DEVICE float normed() {
     flight.fetch(weighted);
+    return weigh();
+  }
+  // The same of the h that `weighted` holds.
+  DEVICE float weigh() {
     float ss = 0.f;
 #pragma unroll
     for (int c = 0; c < C; c++) {

@@ -19,6 +19,7 @@ DEVICE Share block_share(int units) { return share_of(units, blockIdx.x, gridDim
 template <int WARPS>
 struct Sums {
   static_assert(WARPS % 4 == 0, "whole float4");
+  static constexpr int WIDTH = WARPS;
   float* part;
   int rows;
   DEVICE float* constants() const { return part + (rows + 1) * WARPS; }

@@ -87,6 +87,7 @@ DEVICE uint2 ld_volatile_v2(const void* p) {
   return v;
 }
 DEVICE void st_volatile_v2(void* p, uint2 v) { asm volatile("st.volatile.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory"); }
+DEVICE void st_volatile_u64(uint64_t* p, uint64_t v) { asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 // Flags between ranks: release publishes everything this thread has written or observed, acquire is its other half.
 DEVICE void st_release_sys_u32(uint32_t* p, uint32_t v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEVICE uint32_t ld_acquire_sys_u32(const uint32_t* p) {

@@ -69,6 +69,7 @@ inline uint32_t ld_acquire_sys_u32(const uint32_t* p, SIMT_PLACE) { return simt:
 inline void st_volatile_u32(uint32_t* p, uint32_t v, SIMT_PLACE) { simt::store(p, &v, 4, simt::Order::RELAXED, place); }
 inline void st_volatile_v4(void* p, uint4 v, SIMT_PLACE) { simt::store(p, &v, 16, simt::Order::RELAXED, place); }
 inline void st_volatile_v2(void* p, uint2 v, SIMT_PLACE) { simt::store(p, &v, 8, simt::Order::RELAXED, place); }
+inline void st_volatile_u64(uint64_t* p, uint64_t v, SIMT_PLACE) { simt::store(p, &v, 8, simt::Order::RELAXED, place); }
 inline void st_release_sys_u32(uint32_t* p, uint32_t v, SIMT_PLACE) { simt::store(p, &v, 4, simt::Order::RELEASE, place); }
 inline void st_release_sys_u64(uint64_t* p, uint64_t v, SIMT_PLACE) { simt::store(p, &v, 8, simt::Order::RELEASE, place); }
 inline void red_release_sys_add_u32(uint32_t* p, uint32_t v, SIMT_PLACE) { simt::reduce_add_u32(p, v, simt::Order::RELEASE, place); }

@@ -108,20 +108,30 @@ class Workspace:
     arrivals: Buffer  # u32 [tiles, R], zero between launches
     T: int
     split: Split
+    each: int | None = None  # launches are of so many tokens, each by itself: `attn_decode_each`; tiles are all theirs
 
     @staticmethod
     def create(
-        dev: Device, H: int, KV: int, HD: int, max_len: int, *, T: int = 1, split: Split | None = None
+        dev: Device,
+        H: int,
+        KV: int,
+        HD: int,
+        max_len: int,
+        *,
+        T: int = 1,
+        split: Split | None = None,
+        each: int | None = None,
     ) -> Workspace:
         """For H query and KV key heads (of one rank) of HD dimensions; `split`: not the one that choose_split gives."""
         _check_heads(H, KV, HD)
         R = block_rows(T, H // KV)
         tiles = KV * -(-T * (H // KV) // R)
         s = split or choose_split(dev, R, HD, tiles, max_len)
+        tiles *= each or 1
         part, part_ml = dev.empty((tiles, s.meeting, R, HD), F32), dev.empty((tiles, s.meeting, R, 2), F32)
         for buffer in (part, part_ml):
             buffer.fill(0xFF)
-        return Workspace(part, part_ml, dev.zeros((tiles, R), U32), T, s)
+        return Workspace(part, part_ml, dev.zeros((tiles, R), U32), T, s, each)
 
 
 def _check_heads(H: int, KV: int, HD: int) -> None:
@@ -148,8 +158,50 @@ def attn_decode(
     Token t sees keys 0 … pos + t; pos is a device int32 [1]. It, and the keys before it, must be older than the last
     launch that was not a dependent one (`pdl`): the kernel reads them before it waits for its predecessor.
     """
-    (H, HD), (KV, max_len, _) = q.shape[-2:], k_cache.shape
     T = q.shape[0] if len(q.shape) == 3 else 1
+    require(ws.T == T and ws.each is None, f"the workspace is for {ws.T} tokens at a time, q has {T}")
+    _launch(dev, out, q, k_cache, v_cache, pos, ws, fine, pdl)
+
+
+def attn_decode_each(
+    dev: Device,
+    out: Buffer,
+    q: Buffer,
+    k_cache: Buffer,
+    v_cache: Buffer,
+    pos: Buffer,
+    ws: Workspace,
+    *,
+    fine: Buffer | None = None,
+    pdl: bool = False,
+) -> None:
+    """The same of M tokens, each with the bits that it has by itself, with the split of `ws`, in one launch.
+
+    `ws`: made with `each` = M. PRECOND: a KV head has at most 8 query heads (`takes_each`).
+    """
+    M = q.shape[0]
+    require(ws.each == M, f"the workspace is for {ws.each} tokens by themselves, q has {M}")
+    require(takes_each(q.shape[1], k_cache.shape[0]), "tokens by themselves: at most 8 query heads a KV head")
+    _launch(dev, out, q, k_cache, v_cache, pos, ws, fine, pdl)
+
+
+def takes_each(H: int, KV: int) -> bool:
+    """Whether `attn_decode_each` is for such heads."""
+    return block_rows(1, H // KV) == 8
+
+
+def _launch(
+    dev: Device,
+    out: Buffer,
+    q: Buffer,
+    k_cache: Buffer,
+    v_cache: Buffer,
+    pos: Buffer,
+    ws: Workspace,
+    fine: Buffer | None,
+    pdl: bool,
+) -> None:
+    (H, HD), (KV, max_len, _) = q.shape[-2:], k_cache.shape
     _check_heads(H, KV, HD)
     for buffer, shape, name in (
         (out, q.shape, "out"),
@@ -158,10 +210,9 @@ def attn_decode(
         check_buffer(buffer, shape, BF16, name)
     cache = cache_args(k_cache, v_cache, fine, KV, max_len, HD)
     require(pos.shape == (1,) and pos.dtype == I32, f"pos is {pos.dtype}{list(pos.shape)}, expected int32[1]")
-    G, R, s = H // KV, block_rows(ws.T, H // KV), ws.split
-    require(ws.T == T, f"the workspace is for {ws.T} tokens at a time, q has {T}")
+    T, G, R, s, each = ws.T, H // KV, block_rows(ws.T, H // KV), ws.split, ws.each or 1
     tiles = KV * -(-T * G // R)
-    check_buffer(ws.part, (tiles, s.meeting, R, HD), F32, "workspace")
+    check_buffer(ws.part, (tiles * each, s.meeting, R, HD), F32, "workspace")
     dims = [np.int32(n) for n in (T, G, KV, max_len, s.clusters, s.singles, s.log_cluster, s.log_keys, s.log_full)]
     dims += [np.int32(-(-(1 << 16) // max(n, 1))) for n in (s.clusters, s.singles)]
     args: list[Arg] = [
@@ -174,8 +225,8 @@ def attn_decode(
         np.float32(math.log2(math.e) / math.sqrt(HD)),
     ]
     dev.launch(
-        _kernel(dev, R, HD, cache.name),
-        (s.grid(tiles), 1, 1),
+        _kernel(dev, R, HD, cache.name) if ws.each is None else dev.kernel(STEM, f"{STEM}_{cache.name}_hd{HD}_each"),
+        (s.grid(tiles), each, 1),
         (WARPS * 32, 1, 1),
         args,
         smem=smem_bytes(R, HD),

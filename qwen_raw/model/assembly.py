@@ -131,7 +131,8 @@ def _residuals(
         return list(summed)
     kernels.load(devices, widths)
     ends = Exchange.create(devices, D, limit_ns=limit_ns)
-    return [Inline(end, kernels, other) for end, other in zip(ends, summed, strict=True)]
+    several = Exchange.create(devices, few * D, limit_ns=limit_ns) if few > 1 else ends
+    return [Inline(*each, kernels, other) for *each, other in zip(ends, several, summed, strict=True)]
 
 
 def _path_of_chunk(devices: Sequence[Device], chunk: int, D: int) -> str:

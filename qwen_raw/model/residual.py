@@ -16,6 +16,7 @@ from qwen_raw.device import Buffer, Device
 from qwen_raw.kernels.allreduce_rows import RowsWorkspace
 from qwen_raw.kernels.gemm_sm90 import Tokens
 from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.gemv_each import GemvEach
 from qwen_raw.kernels.gemv_exchange import Exchange, GemvExchange, Next
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.products import RowProducts
@@ -42,6 +43,14 @@ class Residual(Protocol):
 
     def products(self, gemm: RowProducts, h: Buffer, x: Tokens, w: Linear, spare: Buffer) -> None:
         """T tokens: queue this rank's x·Wᵀ, x [T, K], on its way to h f32 [T, D]; `spare`: bf16 [T, D]."""
+
+    def each(
+        self, products: GemvEach, h: Buffer, x: Buffer, w: Linear, spare: Buffer, *, number: int, pdl: bool
+    ) -> None:
+        """A few tokens, each with the bits that `product` and `reduce` give it: h f32 [M, D] is complete then.
+
+        x bf16 [M, K]; `spare`: bf16 [M, D]; `number`: of the sum in the pass, as `product` has it.
+        """
 
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """Queue whatever is still missing until h is complete; `spare` as given to `products`."""
@@ -79,6 +88,12 @@ class Alone:
         """See Residual."""
         gemm.add(self.device, h, x, w)
 
+    def each(
+        self, products: GemvEach, h: Buffer, x: Buffer, w: Linear, spare: Buffer, *, number: int, pdl: bool
+    ) -> None:
+        """See Residual."""
+        products.add(self.device, h, x, w, pdl=pdl)
+
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """Nothing is missing."""
 
@@ -115,6 +130,14 @@ class Summed:
         """See Residual."""
         gemm.store(self.device, spare, x, w)
 
+    def each(
+        self, products: GemvEach, h: Buffer, x: Buffer, w: Linear, spare: Buffer, *, number: int, pdl: bool
+    ) -> None:
+        """See Residual: every path sums an element as it does in a message of another length."""
+        products.store(self.device, spare, x, w, pdl=pdl)
+        n = (h.shape[0] * h.shape[1],)
+        self.small.add(h.view(n), spare.view(n), pdl=pdl)
+
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """See Residual."""
         if spare is None:
@@ -143,6 +166,7 @@ class Inline:
     """
 
     end: Exchange
+    few: Exchange  # of a few tokens
     kernels: GemvExchange
     summed: Summed
     path = INLINE
@@ -165,6 +189,12 @@ class Inline:
         """See Residual."""
         self.summed.products(gemm, h, x, w, spare)
 
+    def each(
+        self, products: GemvEach, h: Buffer, x: Buffer, w: Linear, spare: Buffer, *, number: int, pdl: bool
+    ) -> None:
+        """See Residual."""
+        products.exchange(self.few, number, h, x, w, pdl=pdl)
+
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """See Residual: of a token nothing is missing."""
         if spare is not None:
@@ -172,4 +202,4 @@ class Inline:
 
     def fault(self) -> str | None:
         """See Residual."""
-        return self.end.limit.fault() or self.summed.fault()
+        return self.end.limit.fault() or self.few.limit.fault() or self.summed.fault()

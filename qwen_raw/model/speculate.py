@@ -22,7 +22,7 @@ from qwen_raw.kernels.draft import SharedGuesses, draft_catch, draft_ngram, draf
 from qwen_raw.model.decode import StepOptions, level
 from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.rank import Rank
-from qwen_raw.model.verify import RowsVerifier
+from qwen_raw.model.verify import ExactVerifier, RowsVerifier
 
 APART = StepOptions(skip=frozenset({"sample"}), pdl=False)  # a row: its logits, and the state as it was
 UNCHOSEN = StepOptions(skip=frozenset({"sample"}))
@@ -147,13 +147,10 @@ def verify_by_chunk(rank: Rank, b: PassBuffers, logits: Buffer) -> Iterator[None
 Verify = Callable[[PassBuffers, Buffer], Iterator[None]]
 
 
-def _by_rows(rank: Rank, M: int) -> Verify:
-    return RowsVerifier.create(rank, M).queue
-
-
-# By name, for a rank and M rows: what queues the logits of a pass. "rows" is the fastest.
+# By name, for a rank and M rows: what queues the logits of a pass. "exact" and "steps" have the bits of single steps.
 VERIFY: dict[str, Callable[[Rank, int], Verify]] = {
-    "rows": _by_rows,
+    "rows": lambda rank, M: RowsVerifier.create(rank, M).queue,
+    "exact": lambda rank, M: ExactVerifier.create(rank, M).queue,
     "chunk": lambda rank, _: partial(verify_by_chunk, rank),
     "steps": lambda rank, _: partial(verify_by_steps, rank),
 }

@@ -60,6 +60,30 @@ def test_ids_are_those_of_single_steps(ranks: list[Any], way: str, verify: str) 
         plain.close()
 
 
+@pytest.mark.parametrize("comm", ["inline", "lamport", "flag", "twoshot"])
+@pytest.mark.parametrize("way", WAYS)
+def test_exact_passes_have_the_bits_of_single_steps(ranks: list[Any], way: str, comm: str) -> None:
+    """Of the same ranks, whichever way they sum: ids and hashes of logits."""
+    model, many = open_model(MODEL), ranks[0].kind == "cuda"
+    if not many and way == "draft" and comm != "inline":
+        pytest.skip("slow, and the sums do not depend on who guesses")
+    length = 400 if many else 32
+    how = {**options(model, length), "comm": comm}
+    plain = DeviceRunner(ranks, model, **how)
+    guessing = SpeculativeRunner(ranks, model, guesses=3, verify="exact", governed=False, **WAYS[way], **how)
+    try:
+        apart = ranks[0].ordinal != ranks[1].ordinal
+        for number, ids in enumerate(prompts((100 if apart else 10) if many else 1)):
+            request = {"max_tokens": 64 if many else 8, "temperature": 0.7 * (number % 5 == 4), "seed": number}
+            want, got = (list(runner.generate(ids, **request)) for runner in (plain, guessing))
+            assert got == want, f"prompt {number}"
+            assert guessing.logits_hash == plain.logits_hash
+        assert guessing.speculated.guesses > 0
+    finally:
+        guessing.close()
+        plain.close()
+
+
 def test_passes_of_any_size_and_steps_mix(ranks: list[Any]) -> None:
     """What the host says next, all ranks do; a stream that is left early disturbs nothing."""
     model, many = open_model(MODEL), ranks[0].kind == "cuda"
