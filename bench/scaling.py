@@ -32,6 +32,7 @@ from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError, UsageError
 from qwen_raw.kernels.gemm_sm90 import Tokens
 from qwen_raw.kernels.gemv import Gemv
+from qwen_raw.kernels.gemv_each import GemvEach
 from qwen_raw.kernels.gemv_exchange import Next
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.products import RowProducts
@@ -120,6 +121,12 @@ class Unsummed:
     def products(self, gemm: RowProducts, h: Buffer, x: Tokens, w: Linear, spare: Buffer) -> None:
         """As under tensor parallelism."""
         gemm.store(self.device, spare, x, w)
+
+    def each(
+        self, products: GemvEach, h: Buffer, x: Buffer, w: Linear, spare: Buffer, *, number: int, pdl: bool
+    ) -> None:
+        """As under tensor parallelism."""
+        products.store(self.device, spare, x, w, pdl=pdl)
 
     def reduce(self, h: Buffer, *, pdl: bool = False, spare: Buffer | None = None) -> None:
         """Left out."""

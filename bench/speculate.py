@@ -2,7 +2,7 @@
 
     python -m bench.speculate [--model random:72b:fp8] [--draft random:0.5b] [--guesses 7] [--tokens 128] [--repeats 1]
                               [--acceptance 0 0.5 0.8 1] [--tp N] [--devices N,N,…] [--draft-device N]
-                              [--spec-loop queued device]
+                              [--spec-loop queued device] [--verify auto exact rows] [--identical 100]
 
 Random models agree on nothing, so whether a guess stands is decided by a hash of its position, as often as asked for
 (accept_forced_f32): guesses are made and verified as ever, and cost what they cost. What the host says is on: fewer
@@ -12,8 +12,9 @@ runner measured them. `pass_us` and `seen_us`: a pass with the most guesses, rep
 had it in which every pass is one: the difference is what there is between two passes. `loop`: whether passes are queued
 by the host or repeat themselves on the device; of one runner, in turns.
 
-What follows is tiny-shakespeare with its draft model and with n-grams, 20 prompts: real acceptance, real speed. Results
-are written as they come.
+What follows is tiny-shakespeare with its draft model and with n-grams, 20 prompts: real acceptance, real speed. Last, of
+--identical greedy prompts, how many have all ids of plain decode, and how many the hash of the last logits. All that for
+each of --verify. Results are written as they come.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from bench.decode import check_models, split_spec
 from loaders.resolve import open_model, open_tokenizer
 from qwen_raw.cli.arguments import Parser, ordinal, ordinals, positive
 from qwen_raw.driver.device import CudaDevice
-from qwen_raw.generation.speculation import DEFAULT_GUESSES, LOOPS, Speculation
+from qwen_raw.generation.speculation import DEFAULT_GUESSES, LOOPS, VERIFY, Speculation
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.model.speculative import SpeculativeRunner
 from qwen_raw.placement import degree
@@ -69,8 +70,10 @@ def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
     return [[int(token) for token in row] for row in ids]
 
 
-def forced(devices: Sequence[CudaDevice], a: Any, own: CudaDevice | None = None) -> Iterator[dict[str, Any]]:
-    """One row an acceptance. `own`: the draft model's device, here and below; None: rank 0's."""
+def forced(
+    devices: Sequence[CudaDevice], a: Any, own: CudaDevice | None = None, verify: str = VERIFY[0]
+) -> Iterator[dict[str, Any]]:
+    """One row an acceptance. `own`: the draft model's device, here and below; None: rank 0's. `verify`: of VERIFY."""
     name, dtype = split_spec(a.model)
     model, draft = open_model(name, dtype), open_model(a.draft)
     degree(len(devices), None, model.config, fp8=dtype == "fp8")
@@ -84,7 +87,7 @@ def forced(devices: Sequence[CudaDevice], a: Any, own: CudaDevice | None = None)
     base = rate(plain, prompts, a.tokens)
     plain.close()
     how: dict[str, Any] = {
-        "guesses": a.guesses, "draft": draft, "draft_device": own, "loop": looping(a.spec_loop),
+        "guesses": a.guesses, "draft": draft, "draft_device": own, "loop": looping(a.spec_loop), "verify": verify,
     }  # fmt: skip
     runner = SpeculativeRunner(devices, model, forced=True, **how, **options)
     costs = {str(k): cost for k, cost in (runner.costs or {}).items()}
@@ -93,7 +96,8 @@ def forced(devices: Sequence[CudaDevice], a: Any, own: CudaDevice | None = None)
     pass_us = replayed.median * 1e3 / PASSES
     told = ", ".join(f"{k}: {cost:.2f}" for k, cost in costs.items())
     where = "" if own is None else f" on GPU {own.ordinal}, a stream of its own"
-    print(f"{name} {dtype} tp {len(devices)}, draft {a.draft}{where}: plain {base:.1f} tok/s", flush=True)
+    told_how = f"verified by {runner.verify}"
+    print(f"{name} {dtype} tp {len(devices)}, draft {a.draft}{where}, {told_how}: plain {base:.1f} tok/s", flush=True)
     print(f"  a pass of so many guesses costs in steps {told}; {pass_us:.0f} µs for {a.guesses} guesses", flush=True)
     for acceptance, loop in product(a.acceptance, a.spec_loop):
         runner.loop(loop == "device")
@@ -120,6 +124,7 @@ def built_in(
     tokens: int,
     own: CudaDevice | None = None,
     loops: Sequence[str] = LOOPS[:1],
+    verify: str = VERIFY[0],
 ) -> Iterator[dict[str, Any]]:
     """The pair that is there: always the most guesses, and as many as pay."""
     model = open_model("tiny-shakespeare")
@@ -137,7 +142,14 @@ def built_in(
     ways: dict[str, dict[str, Any]] = {"n-grams": {"ngram": 3}, "draft": drafting}
     for by, governed in product(ways, (False, True)):
         runner = SpeculativeRunner(
-            devices, model, guesses=guesses, governed=governed, loop=looping(loops), **ways[by], **options
+            devices,
+            model,
+            guesses=guesses,
+            governed=governed,
+            loop=looping(loops),
+            verify=verify,
+            **ways[by],
+            **options,
         )
         for loop in loops:
             runner.loop(loop == "device")
@@ -163,6 +175,53 @@ def built_in(
         runner.close()
 
 
+def some_prompts(count: int) -> list[list[int]]:
+    """TEXTS, and random pieces of their ids."""
+    tokenizer, rng = open_tokenizer(open_model("tiny-shakespeare")), np.random.default_rng(1)
+    texts = [tokenizer.encode(text) for text in TEXTS]
+    pool = [token for text in texts for token in text]
+    return texts[:count] + [[int(x) for x in rng.choice(pool, 1 + i % 40)] for i in range(count - len(texts))]
+
+
+def identical(
+    devices: Sequence[CudaDevice],
+    count: int,
+    guesses: int,
+    tokens: int,
+    own: CudaDevice | None = None,
+    verify: str = VERIFY[0],
+) -> Iterator[dict[str, Any]]:
+    """The same pair, always the most guesses: of `count` greedy prompts, how many have all ids of plain decode."""
+    model = open_model("tiny-shakespeare")
+    options: dict[str, Any] = {
+        "dtype": "bf16", "max_model_len": tokens + LONGEST_TEXT, "text_vocab": model.config.V, "owns_device": False,
+    }  # fmt: skip
+    ways: dict[str, dict[str, Any]] = {
+        "n-grams": {"ngram": 3}, "draft": {"draft": open_model("tiny-shakespeare-draft"), "draft_device": own},
+    }  # fmt: skip
+    prompts, request = some_prompts(count), {"max_tokens": tokens, "temperature": 0.0, "seed": 0}
+    for by, how in ways.items():
+        plain = DeviceRunner(devices, model, **options)
+        runner = SpeculativeRunner(devices, model, guesses=guesses, governed=False, verify=verify, **how, **options)
+        ids = hashes = 0
+        for prompt in prompts:
+            want, got = (list(each.generate(prompt, **request)) for each in (plain, runner))
+            ids += got == want
+            hashes += runner.logits_hash == plain.logits_hash
+        row = {"model": "tiny-shakespeare", "tp": len(devices), "by": by, "verify": runner.verify, "guesses": guesses,
+               "draft_device": None if own is None or by != "draft" else own.ordinal, "tokens": tokens,
+               "sums": runner.ranks[0].residual.path, "prompts": count, "identical": ids, "equal_hashes": hashes,
+               "counts": runner.speculated.as_dict()}  # fmt: skip
+        print(
+            f"tiny-shakespeare {by:8} verified by {runner.verify}: {ids} of {count} prompts have the ids of plain "
+            f"decode, {hashes} its hash",
+            flush=True,
+        )
+        runner.close()
+        plain.close()
+        yield row
+
+
 def main() -> int:
     parser = Parser("python -m bench.speculate", description="what speculation gives")
     parser.add_argument("--model", default="random:72b:fp8", metavar="SPEC[:DTYPE]")
@@ -179,6 +238,8 @@ def main() -> int:
     parser.add_argument(
         "--spec-loop", choices=LOOPS, nargs="+", default=[LOOPS[0]], help="how passes follow each other"
     )
+    parser.add_argument("--verify", choices=VERIFY, nargs="+", default=[VERIFY[0]], help="how passes are verified")
+    parser.add_argument("--identical", type=positive, default=100, help="prompts whose ids are compared")
     result_arguments(parser, "speculate.json, with _tpN for several ranks and _draftN for --draft-device")
     a = parser.parse_args()
     ranks = len(ranks_of(a.tp, a.devices))
@@ -191,9 +252,15 @@ def main() -> int:
         parts = [f"tp{len(devices)}"] if len(devices) > 1 else []
         parts += [] if own is None else [f"draft{own.ordinal}"]
         env, rows = environment(devices[0], a.commit), []
-        for row in chain(forced(devices, a, own), built_in(devices, a.guesses, a.built_in_tokens, own, a.spec_loop)):
-            rows.append(row)
-            save("speculate", env, rows, a.output, "_".join(parts))
+        for verify in a.verify:
+            parts_of_it = (
+                forced(devices, a, own, verify),
+                built_in(devices, a.guesses, a.built_in_tokens, own, a.spec_loop, verify),
+                identical(devices, a.identical, a.guesses, a.built_in_tokens, own, verify),
+            )
+            for row in chain(*parts_of_it):
+                rows.append(row)
+                save("speculate", env, rows, a.output, "_".join(parts))
     return 0
 
 

@@ -16,7 +16,8 @@
 // All leave: history, the id at every position; rows[i].pos = pos + i for the R rows of the next pass, and the same as span = {pos, R}; the draft
 // model's state at the target's id and position, and in `filled` the position up to which it has keys: a pass of one row adds none.
 // The host is told {passes << 32 | steps, guesses right, guesses, guesses compared, passes that posted}: passes and steps at once, because the host
-// reckons from both what is still to come; and, but for accept_step, before the ids themselves, so who sees an id sees the counts of its pass.
+// reckons from both what is still to come; and, but for accept_step, before the ids themselves, so who sees an id sees the counts of its pass. Nothing is
+// released word by word: a release waits until what came before it has crossed the bus, which takes longer than all the rest of accept_step.
 //
 // Between ranks that have some rows of the LM head each: the last block stores its candidates, 16 rows whatever M is, into every peer's mailbox and
 // waits for theirs, as sample_ranks_f32 does (sample.cu says why two slots suffice), counted by passes. All ranks then do the same.
@@ -59,7 +60,6 @@ accept_begin(const DecodeState* state,  // [1]
   next_pass(state, draft, rows, span, R, draft_vocab);
 }
 
-// No release: each would wait until all before it has reached the host, a microsecond and more. What needs an order has one behind it.
 DEVICE void tell(uint64_t* told, const Counts& c, uint32_t steps) {
   st_volatile_u64(told + 1, c.right);
   st_volatile_u64(told + 2, c.guesses);

@@ -56,4 +56,4 @@ EACH_EXCHANGE(4, 2, 20, 512, 1)
     each_logits<EachFma<WeightBf16, C, R, true, WARPS>>(logits, h, g, w, V, K, eps, {M, group, chunk}, memory);                                     \
   }
 EACH_NORMED(1, 8, 16, 448, 1)
-EACH_NORMED(2, 4, 16, 384, 1)
+EACH_NORMED(2, 4, 16, 512, 1)

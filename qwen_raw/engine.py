@@ -339,6 +339,7 @@ def _runner(
                 draft_device=placement.draft,
                 ngram=speculation.ngram,
                 loop=speculation.loop,
+                verify=speculation.verify,
                 dtype=dtype,
                 max_model_len=max_model_len,
                 text_vocab=text_vocab,
@@ -368,8 +369,12 @@ def _draft(speculation: Speculation, tokenizer: Tokenizer) -> Checkpoint | None:
     """The draft model of a speculation that has one. UsageError for one whose ids mean something else."""
     if speculation.draft is None:
         return None
-    draft = open_model(speculation.draft, what="draft model")
-    other = open_tokenizer(draft)
+    try:
+        draft = open_model(speculation.draft, what="draft model")
+        other = open_tokenizer(draft)
+    except UsageError as error:
+        said = str(error)
+        raise UsageError(said if said.startswith("draft model") else f"draft model: {said}") from error
     differing = tokenizer.first_difference(other)
     if differing is not None:
         mine, theirs = tokenizer.token_text(differing), other.token_text(differing)

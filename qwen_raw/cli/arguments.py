@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from qwen_raw.errors import UsageError
-from qwen_raw.generation.speculation import DEFAULT_GUESSES, LOOPS, MOST_GUESSES, Speculation
+from qwen_raw.generation.speculation import DEFAULT_GUESSES, LOOPS, MOST_GUESSES, VERIFY, Speculation
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -165,7 +165,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     """Guessing ids that are then verified together: what the text is, it stays."""
     group = parser.add_argument_group(
-        "speculation (the same ids but for near-ties, several a pass if guesses are right)"
+        "speculation (several ids a pass if guesses are right: --spec-verify says how much they are those without it)"
     )
     where = group.add_mutually_exclusive_group()
     where.add_argument(
@@ -192,6 +192,12 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
         choices=LOOPS,
         help=f"passes are queued by the host, or repeat themselves on the device where it can (default {LOOPS[0]})",
     )
+    group.add_argument(
+        "--spec-verify",
+        choices=VERIFY,
+        help="exact: bit for bit what single steps compute, so every id is theirs; rows: faster for large models, a "
+        f"near-tie may turn out otherwise; {VERIFY[0]} (default): exact for small models, else rows",
+    )
 
 
 def speculation(args: argparse.Namespace) -> Speculation | None:
@@ -203,9 +209,12 @@ def speculation(args: argparse.Namespace) -> Speculation | None:
             raise UsageError("--guesses needs --draft MODEL or --ngram N")
         if args.spec_loop is not None:
             raise UsageError("--spec-loop needs --draft MODEL or --ngram N")
+        if args.spec_verify is not None:
+            raise UsageError("--spec-verify needs --draft MODEL or --ngram N")
         return None
     guesses = DEFAULT_GUESSES if args.guesses is None else args.guesses
-    return Speculation(args.draft, args.ngram, guesses, args.draft_device, args.spec_loop or LOOPS[0])
+    loop, verify = args.spec_loop or LOOPS[0], args.spec_verify or VERIFY[0]
+    return Speculation(args.draft, args.ngram, guesses, args.draft_device, loop, verify)
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:

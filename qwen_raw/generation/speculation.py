@@ -16,6 +16,7 @@ HOPE, WEIGHT = 0.8, 2.0  # the acceptance before any guess has been compared, an
 FADE = 0.97  # of what has been seen, with each guess compared since
 PAUSE, LONGEST = 128, 1024  # steps until guessing is tried again, twice as many each time that it lost at once
 SURE = 32  # guesses compared since a pause after which the next one is short again
+VERIFY = ("auto", "rows", "exact")  # how a pass is verified: docs/speculation.md
 LOOPS = ("queued", "device")  # passes are queued by the host, or repeat themselves on the device where that is possible
 MOST_NGRAM = 1000  # ids of a run that is looked up
 
@@ -32,6 +33,7 @@ class Speculation:
     guesses: int = DEFAULT_GUESSES  # a pass has at the most
     draft_device: int | None = None  # the GPU of the draft model, on a stream of its own; None: in rank 0's stream
     loop: str = "queued"  # how passes follow each other, one of LOOPS
+    verify: str = "auto"  # one of VERIFY: "exact" gives the bits of single steps, "rows" is faster for large models
 
     def __post_init__(self) -> None:
         if (self.draft is None) == (self.ngram is None):
@@ -44,12 +46,16 @@ class Speculation:
             if self.draft is None:
                 raise UsageError("draft_device is a draft model's: there is none")
             object.__setattr__(self, "draft_device", integer("draft_device", self.draft_device))
+            if self.draft_device < 0:
+                raise UsageError(f"draft_device is {self.draft_device}, expected a GPU's number")
             if self.loop != "queued":
                 raise UsageError("a loop on one device has no draft model on another: loop queued, or no draft_device")
         if self.ngram is not None and not 1 <= self.ngram <= MOST_NGRAM:
             raise UsageError(f"n-grams of {self.ngram} ids: 1 to {MOST_NGRAM} are possible")
         if self.loop not in LOOPS:
             raise UsageError(f"loop {self.loop!r} is not one of {', '.join(LOOPS)}")
+        if self.verify not in VERIFY:
+            raise UsageError(f"verify {self.verify!r} is not one of {', '.join(VERIFY)}")
         if not 1 <= self.guesses <= MOST_GUESSES:
             raise UsageError(f"{self.guesses} guesses a pass: 1 to {MOST_GUESSES} are possible")
 
@@ -70,6 +76,7 @@ class PassCounts:
     compared: int = 0  # guesses whose predecessors were all right
     cost: float | None = None  # of all passes, in single steps; None where nobody measured it
     loops: int = 0  # launches of passes that repeat themselves on the device; 0: the host queued each
+    verify: str = ""  # how passes were verified: "exact", "rows" or "chunk"; "": nobody said
 
     def since(self, before: PassCounts) -> PassCounts:
         """What was counted after `before`."""
@@ -81,6 +88,7 @@ class PassCounts:
             self.compared - before.compared,
             None if self.cost is None or before.cost is None else self.cost - before.cost,
             self.loops - before.loops,
+            self.verify,
         )
 
     @property
@@ -108,6 +116,8 @@ class PassCounts:
             f"acceptance {self.acceptance:.2f}",
             f"{self.mean_length:.2f} ids a pass",
         ]
+        if self.verify:
+            parts.append("verified bit for bit" if self.verify == "exact" else f"verified by {self.verify}")
         if self.steps:
             parts.append(f"off for {self.steps} ids")
         if self.loops:
@@ -128,6 +138,7 @@ class PassCounts:
             "mean_length": self.mean_length,
             "speed_up": self.speed_up,
             "loops": self.loops,
+            "verify": self.verify,
         }
 
 

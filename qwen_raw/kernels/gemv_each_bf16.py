@@ -8,6 +8,6 @@ GEMV_EACH = GemvEach(
     threads={
         "plain": {1: 512, 2: 512, 4: 608, 8: 512},
         "exchange": {1: 512, 2: 512, 4: 512},
-        "normed": {1: 448, 2: 384},
+        "normed": {1: 448, 2: 512},
     },
 )

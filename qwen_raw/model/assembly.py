@@ -132,7 +132,7 @@ def _residuals(
     kernels.load(devices, widths)
     ends = Exchange.create(devices, D, limit_ns=limit_ns)
     several = Exchange.create(devices, few * D, limit_ns=limit_ns) if few > 1 else ends
-    return [Inline(*each, kernels, other) for *each, other in zip(ends, several, summed, strict=True)]
+    return [Inline(end, more, kernels, other) for end, more, other in zip(ends, several, summed, strict=True)]
 
 
 def _path_of_chunk(devices: Sequence[Device], chunk: int, D: int) -> str:
@@ -187,10 +187,10 @@ def free_bytes(devices: Sequence[Device]) -> list[int]:
 
 def describe(devices: Sequence[Device]) -> str:
     """For people: "NVIDIA H200", "2 × NVIDIA H200", "8 ranks on 2 × NVIDIA H200"."""
+    if devices[0].kind == "sim":
+        return "SIMT simulator" + (f", {len(devices)} ranks" if len(devices) > 1 else "")
     if len(devices) == 1:
         return devices[0].name
-    if devices[0].kind == "sim":
-        return f"SIMT simulator, {len(devices)} ranks"
     gpus = by_gpu(devices, [device.name for device in devices])
     names = sorted({name for names in gpus.values() for name in names})
     ranks = f"{len(devices)} ranks on " if len(gpus) < len(devices) else ""

@@ -24,10 +24,10 @@ from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.rank import Rank
 from qwen_raw.model.verify import ExactVerifier, RowsVerifier
 
-APART = StepOptions(skip=frozenset({"sample"}), pdl=False)  # a row: its logits, and the state as it was
 UNCHOSEN = StepOptions(skip=frozenset({"sample"}))
 FILL = StepOptions(skip=frozenset({"head", "sample"}))  # keys and values only
 STEP, LIMITED = 0, -1  # passes without guesses: as decode's, and one that posts nothing from the limit on
+EXACT_BYTES = 32 << 20  # weights of a step, on one rank, that L2 keeps from one kernel to its next launch
 CATCH = 64  # ids at a time whose keys a draft model is given after steps without guesses
 
 
@@ -120,18 +120,6 @@ class ModelDrafter:
         level([self.rank.prefill_chunk(rows)])
 
 
-def verify_by_steps(rank: Rank, b: PassBuffers, logits: Buffer) -> Iterator[None]:
-    """logits f32 [M, V] after every row, by a decode step a row: bit for bit what single steps compute.
-
-    It reads all weights M times, so it is a reference, not a speed-up.
-    """
-    M, V = logits.shape
-    for i in range(M):
-        sampler = replace(rank.decode.sampler, state=b.rows.view((4,), 4 * i))
-        decode = replace(rank.decode, sampler=sampler, logits=logits.view((V,), i * V))
-        yield from replace(rank, decode=decode).step(APART)
-
-
 def verify_by_chunk(rank: Rank, b: PassBuffers, logits: Buffer) -> Iterator[None]:
     """logits f32 [M, V] after every row, by prefill's kernels: weights are read once; not decode's bits.
 
@@ -147,13 +135,21 @@ def verify_by_chunk(rank: Rank, b: PassBuffers, logits: Buffer) -> Iterator[None
 Verify = Callable[[PassBuffers, Buffer], Iterator[None]]
 
 
-# By name, for a rank and M rows: what queues the logits of a pass. "exact" and "steps" have the bits of single steps.
+# By name, for a rank and M rows: what queues the logits of a pass. "exact" has the bits of single steps; "chunk" is for
+# devices without room for "rows".
 VERIFY: dict[str, Callable[[Rank, int], Verify]] = {
     "rows": lambda rank, M: RowsVerifier.create(rank, M).queue,
     "exact": lambda rank, M: ExactVerifier.create(rank, M).queue,
     "chunk": lambda rank, _: partial(verify_by_chunk, rank),
-    "steps": lambda rank, _: partial(verify_by_steps, rank),
 }
+
+
+def usual_verify(ranks: Sequence[Rank]) -> str:
+    """ "exact" where the weights of a step are so few that rows would cost as much, else "rows".
+
+    By the model's size alone, not by times, which differ from run to run: a near-tie must not be decided by them.
+    """
+    return "exact" if max(rank.weights.bytes_per_token for rank in ranks) <= EXACT_BYTES else "rows"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,16 @@ from qwen_raw.model.loading import CheckpointLike
 from qwen_raw.model.loops import PassLoops
 from qwen_raw.model.prompt import Prompt
 from qwen_raw.model.runner import AHEAD, DeviceRunner
-from qwen_raw.model.speculate import CATCH, LIMITED, STEP, Drafter, ModelDrafter, NgramDrafter, Pass
+from qwen_raw.model.speculate import (
+    CATCH,
+    LIMITED,
+    STEP,
+    Drafter,
+    ModelDrafter,
+    NgramDrafter,
+    Pass,
+    usual_verify,
+)
 
 PASSES_AHEAD = 1  # passes queued beyond the one that the host is waiting for
 MEASURED_S = 0.05  # how long passes of each size are timed
@@ -43,7 +52,7 @@ class SpeculativeRunner(DeviceRunner):
         draft_fp8: bool = False,
         draft_device: Device | None = None,
         ngram: int | None = None,
-        verify: str = "rows",
+        verify: str = "auto",
         governed: bool = True,
         costs: Mapping[int, float] | None = None,
         forced: bool = False,
@@ -59,7 +68,8 @@ class SpeculativeRunner(DeviceRunner):
 
         `draft_device`: a device of the draft's own (qwen_raw/model/draft_device.py); None: rank 0's, and its stream.
         `guesses`: a pass has at the most. `verify`: how the rows of a pass are computed, one of VERIFY
-        (qwen_raw/model/speculate.py). `governed`: as many guesses as pay, or none. `costs`: of passes in single steps,
+        (qwen_raw/model/speculate.py), or "auto", which follows from the model (`usual_verify`).
+        `governed`: as many guesses as pay, or none. `costs`: of passes in single steps,
         by their guesses, the most among them; None: measured, on a GPU. `forced`: for benches and tests; guesses then
         stand as often as `force` says, whatever is right, and so the ids are no longer the model's. `loop`: "device",
         passes repeat themselves there (qwen_raw/model/loops.py) if that is possible; "queued", by the host.
@@ -106,7 +116,8 @@ class SpeculativeRunner(DeviceRunner):
         self._graphs: dict[int, tuple[Graph, ...]] = {}  # by guesses: one a rank
         self._governs = governed and (costs is not None or self.devices[0].kind == "cuda")
         sizes = (guesses,) if not self._governs else pass_sizes(guesses) if costs is None else sorted(costs)
-        self._start(verify, sizes)
+        self.verify = ""
+        self._start(usual_verify(self.ranks) if verify == "auto" else verify, sizes, insists=verify != "auto")
         self._loops: PassLoops | None = None  # in use
         self._made_loops: PassLoops | None = None
         if loop == "device":
@@ -150,9 +161,13 @@ class SpeculativeRunner(DeviceRunner):
         meetings = [rank.decode.sampler.meeting for rank in self.ranks]
         return SharedGuesses.create_ranks(self.devices, [m.limit for m in meetings if m is not None])
 
-    def _start(self, verify: str, sizes: Sequence[int]) -> None:
-        """Make passes ready. Where products of several rows find no room (small multiprocessors), prefill's do."""
+    def _start(self, verify: str, sizes: Sequence[int], *, insists: bool = True) -> None:
+        """Make passes ready. Where products of several rows find no room (small multiprocessors), prefill's do.
+
+        `insists`: exact passes for which there is no variant are an error; else it is rows.
+        """
         try:
+            self.verify = verify
             self._passes = [
                 Pass.create(rank, drafter, verify, buffers, sizes, self._shared[i] if self._shared else None)
                 for i, (rank, drafter, buffers) in enumerate(
@@ -161,9 +176,12 @@ class SpeculativeRunner(DeviceRunner):
             ]
             self._capture(sizes)
         except NoRoomError:
-            if verify != "rows":
+            if verify == "exact" and not insists:
+                self._start("rows", sizes)
+            elif verify == "rows":
+                self._start("chunk", sizes[-1:])
+            else:
                 raise
-            self._start("chunk", sizes[-1:])
 
     def _capture(self, sizes: Sequence[int]) -> None:
         """A pass of each size and a step as graphs, all kernels loaded before. What is run on the way posts nothing."""
@@ -269,7 +287,7 @@ class SpeculativeRunner(DeviceRunner):
         steps = self._before.steps + done.count(0)
         cost = None if self.costs is None else (self._before.cost or 0.0) + sum(self.costs.get(k, 1.0) for k in done)
         loops = 0 if self._made_loops is None else self._made_loops.launched
-        return PassCounts(passes, guesses, right, steps, compared, cost, loops)
+        return PassCounts(passes, guesses, right, steps, compared, cost, loops, self.verify)
 
     @property
     def _told(self) -> np.ndarray[Any, np.dtype[np.uint64]]:

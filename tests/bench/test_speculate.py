@@ -35,4 +35,23 @@ def test_rows_of_forced_acceptance(monkeypatch: pytest.MonkeyPatch, own: bool) -
         for queued, looped in zip(rows[::2], rows[1::2], strict=True):
             assert (looped["forced"], looped["counts"]) == (queued["forced"], queued["counts"] | {"loops": 1})
     assert none["plain_tok_s"] == all_["plain_tok_s"] > 0 and none["ratio"] == none["tok_s"] / none["plain_tok_s"]
+    assert none["counts"]["verify"] == "exact"  # so few weights
     assert none["pass_us"] == pytest.approx(1600.0) and all_["seen_us"] > 0
+
+
+def test_identical_prompts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exact passes all of them; with ids that are not plain decode's, none."""
+    device = SimDevice()
+    for verify, spoilt, want in (("exact", False, 2), ("rows", True, 0)):
+        if spoilt:
+            real = speculate.SpeculativeRunner.generate
+
+            def other(self: Any, *args: Any, **request: Any) -> Any:
+                return (token + 1 for token in real(self, *args, **request))
+
+            monkeypatch.setattr(speculate.SpeculativeRunner, "generate", other)
+        rows = list(speculate.identical([device], 2, 1, 4, None, verify))  # type: ignore[list-item]
+        assert [(row["by"], row["verify"], row["identical"]) for row in rows] == [
+            (by, verify, want) for by in ("n-grams", "draft")
+        ]
+    device.close()

@@ -59,6 +59,8 @@ USAGE = [
     (["-p", "\udcff"], "argument -p/--prompt: the text is not UTF-8"),
     (["-p", "a", "--guesses", "3"], "--guesses needs --draft MODEL or --ngram N"),
     (["-p", "a", "--spec-loop", "device"], "--spec-loop needs --draft MODEL or --ngram N"),
+    (["-p", "a", "--spec-verify", "exact"], "--spec-verify needs --draft MODEL or --ngram N"),
+    (["-p", "a", "--ngram", "2", "--spec-verify", "steps"], "argument --spec-verify: invalid choice: 'steps'"),
     (["-p", "a", "--ngram", "2", "--spec-loop", "host"], "argument --spec-loop: invalid choice: 'host'"),
     (["-p", "a", "--ngram", "2", "--draft", "tiny-shakespeare-draft"], "not allowed with argument"),
     (["-p", "a", "--ngram", "2", "--guesses", "16"], "16 guesses a pass: 1 to 15 are possible"),

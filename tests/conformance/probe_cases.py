@@ -368,7 +368,7 @@ PTX = [
     copies("settle", 1),
     *(copies(name, 4) for name in ("cp_async_v4", "cp_async_commit", "cp_async_wait")),
     *(copies(name, 2) for name in ("ld_volatile_v2", "st_volatile_v2")),
-    copies("st_release_sys_u64", 1, U64),
+    *(copies(name, 1, U64) for name in ("st_volatile_u64", "st_release_sys_u64")),
     Probe("st_release_sys_u64", host_words, "host"),
     Probe("red_release_sys_add_u32", reduction),
     Probe("atom_inc_acq_rel_gpu", increments),

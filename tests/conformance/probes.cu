@@ -76,6 +76,9 @@ KERNEL(256) void probe_ld_volatile_v2(uint2* out, const uint2* in, int n) {
 KERNEL(256) void probe_st_volatile_v2(uint2* out, const uint2* in, int n) {
   for EACH(i, n) st_volatile_v2(out + i, in[i]);
 }
+KERNEL(256) void probe_st_volatile_u64(uint64_t* out, const uint64_t* in, int n) {
+  for EACH(i, n) st_volatile_u64(out + i, in[i]);
+}
 KERNEL(256) void probe_ld_acquire_sys_u32(uint32_t* out, const uint32_t* in, int n) {
   for EACH(i, n) out[i] = ld_acquire_sys_u32(in + i);
 }

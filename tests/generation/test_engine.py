@@ -343,6 +343,12 @@ def test_a_draft_model_of_another_tokenizer_is_refused(copy: Path) -> None:
     assert f"has another tokenizer: token 300 is {other!r} there and {one!r} in the model" in str(caught.value)
 
 
+def test_a_broken_draft_folder_is_called_the_drafts(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"^draft model: .*config\.json"):
+        load(device="sim", speculation=qwen_raw.Speculation(draft=copy))
+
+
 def test_progress_reaches_its_total() -> None:
     seen: list[tuple[str, int, int]] = []
     load(device="cpu", progress=lambda *step: seen.append(step)).close()

@@ -28,6 +28,8 @@ from qwen_raw.generation.speculation import (
         ({"draft": "a", "draft_device": "1"}, "draft_device is '1' .str., expected an integer"),
         ({"ngram": 2, "loop": "host"}, "loop 'host' is not one of queued, device"),
         ({"draft": "a", "draft_device": 1, "loop": "device"}, "no draft model on another"),
+        ({"draft": "a", "draft_device": -1}, "draft_device is -1, expected a GPU's number"),
+        ({"ngram": 2, "verify": "steps"}, "verify 'steps' is not one of auto, rows, exact"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, object], message: str) -> None:
@@ -44,6 +46,9 @@ def test_counts() -> None:
     looped = PassCounts(30, 80, 40, 0, 55, None, 5).since(PassCounts(5, 0, 0, 0, 5, None, 3))
     assert looped.line().endswith("ids a pass, in 2 loops on the device") and looped.as_dict()["loops"] == 2
     assert PassCounts(3, 0, 0, 3).line() == "no guesses"
+    exact = PassCounts(30, 80, 40, 0, 55, verify="exact").since(PassCounts(5, 0, 0, 0, verify="exact"))
+    assert exact.line().endswith("ids a pass, verified bit for bit") and exact.as_dict()["verify"] == "exact"
+    assert "verified by rows" in PassCounts(5, 9, 3, 0, 5, verify="rows").line()
     assert counts.as_dict()["acceptance"] == 0.8 and counts.as_dict()["speed_up"] == 2.0
     assert PassCounts(3, 6, 2, 0, 4).since(PassCounts(0, 0, 0, 0)).speed_up is None
 

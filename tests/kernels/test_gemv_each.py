@@ -9,15 +9,15 @@ from kernel_reference import POISON, bf16_input, make_linear
 from loaders.dtypes import bf16_to_f32
 from qwen_raw.device import BF16, F32
 from qwen_raw.errors import QwenRawError
-from qwen_raw.kernels.attn_decode import Split, Workspace, attn_decode, attn_decode_each
 from qwen_raw.kernels import gemv_each
+from qwen_raw.kernels.attn_decode import Split, Workspace, attn_decode, attn_decode_each
 from qwen_raw.kernels.gemv_each import GemvEach
 from qwen_raw.kernels.gemv_each_bf16 import GEMV_EACH as EACH_BF16
 from qwen_raw.kernels.gemv_each_fp8 import GEMV_EACH as EACH_FP8
 
 KINDS = pytest.mark.parametrize("each", [EACH_BF16, EACH_FP8], ids=["bf16", "fp8"])
 EPS = 1e-6
-# (M, N, K): one weight pack; tails in every dimension; fewer rows than are in flight, and more; every variant of bf16, of fp8.
+# (M, N, K): a weight pack; tails in every dimension; fewer rows than are in flight, and more; every variant.
 PLAIN = [(1, 1, 16), (3, 37, 272), (8, 70, 1040), (16, 9, 2064), (5, 18, 4112), (2, 5, 8208), (7, 11, 19440)]
 NORMED = [(1, 2, 16), (3, 37, 272), (8, 70, 1040), (16, 9, 2064), (5, 18, 3600), (6, 7, 4112)]
 
@@ -41,9 +41,8 @@ def test_add_and_store(dev: Any, rng: np.random.Generator, each: GemvEach, most:
     w, _ = make_linear(dev, rng, N, K, each.gemv.fp8)
     x = dev.array(bf16_input(rng, M, K)[0])
     start = rng.standard_normal((M, N)).astype(np.float32)
-    h, want_h = dev.array(start), dev.array(start)
-    y, want_y = dev.empty((M, N), BF16), dev.empty((M, N), BF16)
-    y.fill(POISON), want_y.fill(POISON)
+    h, y = dev.array(start), dev.empty((M, N), BF16)
+    y.fill(POISON)
     each.add(dev, h, x, w)
     each.store(dev, y, x, w)
     for m in range(M):
@@ -83,7 +82,9 @@ def test_logits(dev: Any, rng: np.random.Generator, most: None, M: int, V: int, 
 
 
 @KINDS
-@pytest.mark.parametrize(("M", "H", "KV", "HD", "pos", "K"), [(5, 7, 1, 64, 5, 208), (16, 3, 3, 128, 16, 208), (8, 2, 2, 8, 1, 4112)])
+@pytest.mark.parametrize(
+    ("M", "H", "KV", "HD", "pos", "K"), [(5, 7, 1, 64, 5, 208), (16, 3, 3, 128, 16, 208), (8, 2, 2, 8, 1, 4112)]
+)
 def test_qkv(
     dev: Any, rng: np.random.Generator, each: GemvEach, M: int, H: int, KV: int, HD: int, pos: int, K: int
 ) -> None:
@@ -138,4 +139,10 @@ def test_preconditions_are_checked(dev: Any, rng: np.random.Generator) -> None:
         EACH_FP8.add(dev, dev.zeros((2, 4), F32), dev.zeros((2, 24), BF16), w)
     with pytest.raises(QwenRawError, match="at most 8"):
         ws = Workspace.create(dev, 9, 1, 64, 64, each=2)
-        attn_decode_each(dev, *(dev.zeros((2, 9, 64), BF16) for _ in range(2)), *(dev.zeros((1, 64, 64), BF16) for _ in range(2)), dev.zeros((1,), np.dtype(np.int32)), ws)
+        attn_decode_each(
+            dev,
+            *(dev.zeros((2, 9, 64), BF16) for _ in range(2)),
+            *(dev.zeros((1, 64, 64), BF16) for _ in range(2)),
+            dev.zeros((1,), np.dtype(np.int32)),
+            ws,
+        )

@@ -82,7 +82,7 @@ def test_ids_are_those_of_single_steps(devices: Devices, temperature: float) -> 
     shared = len({dev.ordinal for dev in ranks}) < len(ranks)  # slow
     length, count = (400, (20, 5)[shared]) if many else (34, 3 if len(ranks) == 1 and not temperature else 1)
     asked = requests(count, 48 if many else 9, temperature)
-    how = {"verify": "steps", "governed": False}
+    how = {"verify": "exact", "governed": False}
     plain = DeviceRunner(ranks, model, **options(model, length))
     here, there = (apart(devices, length, **how, **way) for way in ({"draft_device": None}, {}))
     try:
@@ -103,7 +103,7 @@ def test_rows_that_are_verified_together(devices: Devices) -> None:
     many, model = ranks[0].kind == "cuda", open_model(MODEL)
     shared = len({dev.ordinal for dev in ranks}) < len(ranks)
     plain = DeviceRunner(ranks, model, **options(model, 400 if many else 32))
-    there = apart(devices, 400 if many else 32, guesses=7 if many else 3, governed=False)
+    there = apart(devices, 400 if many else 32, guesses=7 if many else 3, governed=False, verify="rows")
     equal = total = 0
     try:
         for ids, request in requests((100, 10)[shared] if many else 1, 48 if many else 9, 0.0):
@@ -122,7 +122,7 @@ def test_sizes_pauses_and_early_stops(devices: Devices) -> None:
     length = 300 if many else 26
     ids, request = prompts(1)[0][:8], {"max_tokens": length - 12, "temperature": 0.0, "seed": 0}
     plain = DeviceRunner(ranks, model, **options(model, length))
-    there = apart(devices, length, verify="steps", costs={1: 1.5, 3: 2.5})
+    there = apart(devices, length, verify="exact", costs={1: 1.5, 3: 2.5})
     try:
         there._governor = Scripted([3, 0, 0, 1, 0, 3, 3])  # type: ignore[assignment]
         want = list(plain.generate(ids, **request))
@@ -145,7 +145,7 @@ def test_a_model_guesses_itself_right(pair: Devices) -> None:
     """Every time: the last step of a pass, beside the verification, leaves its last guess's keys before the next."""
     many, ids = pair[0][0].kind == "cuda", open_tokenizer(open_model(DRAFT)).encode("First Citizen:\nBefore we")
     length = 400 if many else 48
-    runner = apart(pair, length, model=DRAFT, governed=False, verify="steps")
+    runner = apart(pair, length, model=DRAFT, governed=False, verify="exact")
     try:
         list(runner.generate(ids, max_tokens=length - 16, temperature=1.5, seed=1))
         counts = runner.speculated
@@ -177,7 +177,7 @@ def test_random_schedules(ranks: int, rng: np.random.Generator) -> None:
     for seed in (None, int(rng.integers(1 << 31))):
         with SimWorld(ranks + 1, seed=seed) as world:
             *devices, own = [SimDevice(world=world, rank=rank) for rank in range(world.ranks)]
-            runner = apart((devices, own), 32, model=DRAFT, costs={1: 1.5, 3: 2.5}, verify="steps")
+            runner = apart((devices, own), 32, model=DRAFT, costs={1: 1.5, 3: 2.5}, verify="exact")
             runner._governor = Scripted([3, 0, 1, 3, 0, 0, 3])  # type: ignore[assignment]
             found.append(list(runner.generate([3, 4, 5], max_tokens=14, temperature=0.0, seed=0)))
             assert runner.speculated.right == runner.speculated.compared > 4
@@ -193,7 +193,7 @@ def test_it_may_know_fewer_ids_or_more(pair: Devices, V: int) -> None:
     (dev,), own = pair
     plain = DeviceRunner(dev, model, **options(model, 48))
     runner = SpeculativeRunner(
-        dev, model, guesses=2, draft=draft, draft_device=own, verify="steps", **options(model, 48)
+        dev, model, guesses=2, draft=draft, draft_device=own, verify="exact", **options(model, 48)
     )
     request = {"max_tokens": 12, "temperature": 2.0, "seed": 3}
     try:
@@ -309,5 +309,6 @@ def test_memory_of_all_devices_is_counted(pair: Devices) -> None:
             of_rank, of_draft = there.peak_bytes
             assert of_rank >= alone and weights <= of_draft < alone
         assert there.device_name.endswith(f"draft model on GPU {own.ordinal}")
+        assert dev.kind == "cuda" or there.device_name.startswith("SIMT simulator, draft model")
     finally:
         there.close()

@@ -79,7 +79,7 @@ def test_the_size_of_passes_changes(dev: Any, way: dict[str, Any], monkeypatch: 
     length = 400 if many else 36
     ids, request = [5, 6, 7, 8] * 2, {"max_tokens": length - 12, "temperature": 0.0, "seed": 0}
     plain = DeviceRunner(dev, model, **options(model, length))
-    runner = looping(dev, length, verify="steps", costs={1: 1.5, 3: 2.5}, **way)
+    runner = looping(dev, length, verify="exact", costs={1: 1.5, 3: 2.5}, **way)
     try:
         want = list(plain.generate(ids, **request))
         for script in ([3, 0, 0, 1, 0, 3, 3], [0], [0, 0, 0, 3, 3, 3]) if many else ([0, 3, 1],):

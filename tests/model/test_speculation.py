@@ -12,9 +12,11 @@ from model.speculating import DRAFT, MODEL, WAYS, Scripted, agreed, options, pro
 from loaders.resolve import open_model, open_tokenizer
 from loaders.synthetic import random_checkpoint
 from qwen_raw.errors import QwenRawError, UsageError
+from qwen_raw.kernels.gemv_each import GemvEach
 from qwen_raw.kernels.gemv_rows import GemvRows, NoRoomError
+from qwen_raw.model import speculate
 from qwen_raw.model.runner import DeviceRunner
-from qwen_raw.model.speculate import VERIFY
+from qwen_raw.model.speculate import EXACT_BYTES, VERIFY
 from qwen_raw.model.speculative import SpeculativeRunner
 
 
@@ -50,7 +52,7 @@ def test_ids_are_those_of_single_steps(runners: Any, verify: str, temperature: f
         request = {"max_tokens": 48 if many else 9, "temperature": temperature, "seed": number}
         want = list(plain.generate(ids, **request))
         got = list(guessing.generate(ids, **request))
-        if verify in ("steps", "exact"):  # the same arithmetic: the same bits
+        if verify == "exact":  # the same arithmetic: the same bits
             assert got == want, f"prompt {number}"
             assert guessing.logits_hash == plain.logits_hash
         total += len(want)
@@ -82,6 +84,48 @@ def test_the_last_position_and_early_stops(runners: Any, verify: str) -> None:
     assert list(guessing.generate(ids, **request)) == want
 
 
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize(("H", "KV"), [(4, 2), (16, 1)], ids=["groups of 2", "groups of 16"])
+def test_exact_passes_of_any_format(dev: Any, dtype: str, kv: str, H: int, KV: int) -> None:
+    """fp8 weights, e4m3 caches; more query heads to a KV head than attention takes by themselves in one launch."""
+    model = random_checkpoint(replace(TIED, H=H, KV=KV, I=96, L=2), "bf16", 4)
+    how = {**options(model, 60), "dtype": dtype, "kv": kv}
+    plain = DeviceRunner(dev, model, **how)
+    runner = SpeculativeRunner(dev, model, guesses=3, ngram=1, governed=False, verify="exact", **how)
+    request = {"max_tokens": 40 if dev.kind == "cuda" else 10, "temperature": 1.0, "seed": 2}
+    ids = [5, 6, 7, 8] * 2
+    try:
+        assert list(runner.generate(ids, **request)) == list(plain.generate(ids, **request))
+        assert runner.logits_hash == plain.logits_hash and runner.speculated.guesses > 0
+    finally:
+        runner.close()
+        plain.close()
+
+
+def test_what_is_verified_how_by_default(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit where the weights are few; where there is no variant for that, by rows, unless it was asked for."""
+    model = open_model(DRAFT)
+    told = []
+    for least in (EXACT_BYTES, 0):
+        monkeypatch.setattr(speculate, "EXACT_BYTES", least)
+        runner = SpeculativeRunner(dev, model, guesses=2, ngram=2, **options(model, 48))
+        told.append((runner.verify, runner.speculated.since(runner.speculated).verify))
+        runner.close()
+    assert told == [("exact", "exact"), ("rows", "rows")]
+
+    def no_room(*_: Any, **__: Any) -> None:
+        raise NoRoomError("no variant takes rows so long")
+
+    monkeypatch.setattr(speculate, "EXACT_BYTES", EXACT_BYTES)
+    monkeypatch.setattr(GemvEach, "shape", no_room)
+    runner = SpeculativeRunner(dev, model, guesses=2, ngram=2, **options(model, 48))
+    assert runner.verify == "rows"
+    runner.close()
+    with pytest.raises(QwenRawError, match="no variant takes rows so long"):
+        SpeculativeRunner(dev, model, guesses=2, ngram=2, verify="exact", **options(model, 48))
+
+
 def test_a_pause_changes_no_id(dev: Any, way: dict[str, Any]) -> None:
     """Passes of several sizes, single steps between, and guesses again."""
     model, ids = open_model(MODEL), [5, 6, 7, 8] * 2
@@ -89,7 +133,7 @@ def test_a_pause_changes_no_id(dev: Any, way: dict[str, Any]) -> None:
     request = {"max_tokens": length - 10, "temperature": 0.0, "seed": 0}
     plain = DeviceRunner(dev, model, **options(model, length))
     costs = {1: 1.5, 3: 2.5}
-    runner = SpeculativeRunner(dev, model, guesses=3, verify="steps", costs=costs, **way, **options(model, length))
+    runner = SpeculativeRunner(dev, model, guesses=3, verify="exact", costs=costs, **way, **options(model, length))
     try:
         runner._governor = Scripted([3, 0, 0, 1, 0, 3, 3])  # type: ignore[assignment]
         assert list(runner.generate(ids, **request)) == list(plain.generate(ids, **request))
@@ -108,7 +152,7 @@ def test_a_model_guesses_itself_right(dev: Any) -> None:
     model, ids = open_model(DRAFT), open_tokenizer(open_model(DRAFT)).encode("First Citizen:\nBefore we")
     length = 400 if dev.kind == "cuda" else 48
     runner = SpeculativeRunner(
-        dev, model, guesses=3, governed=False, verify="steps", draft=model, **options(model, length)
+        dev, model, guesses=3, governed=False, verify="exact", draft=model, **options(model, length)
     )
     try:
         list(runner.generate(ids, max_tokens=length - 16, temperature=1.5, seed=1))
@@ -141,7 +185,7 @@ def test_a_draft_model_may_know_fewer_ids_or_more(dev: Any, V: int) -> None:
     config = replace(TIED, H=4, KV=2, I=64, L=1, V=204)
     model, draft = random_checkpoint(config, "bf16", 1), random_checkpoint(replace(config, V=V), "bf16", 2)
     plain = DeviceRunner(dev, model, **options(model, 48))
-    runner = SpeculativeRunner(dev, model, guesses=2, draft=draft, verify="steps", **options(model, 48))
+    runner = SpeculativeRunner(dev, model, guesses=2, draft=draft, verify="exact", **options(model, 48))
     request = {"max_tokens": 12, "temperature": 2.0, "seed": 3}
     try:
         want = list(plain.generate([5, 150, 202], **request))
@@ -170,9 +214,10 @@ def test_prefills_products_stand_in_where_rows_find_no_room(dev: Any, monkeypatc
         raise NoRoomError("no block fits a multiprocessor")
 
     monkeypatch.setattr(GemvRows, "plan", no_room)
-    runner = SpeculativeRunner(dev, model, guesses=2, ngram=2, **options(model, 48))
+    runner = SpeculativeRunner(dev, model, guesses=2, ngram=2, verify="rows", **options(model, 48))
     chunk = SpeculativeRunner(dev, model, guesses=2, ngram=2, verify="chunk", **options(model, 48))
     try:
+        assert (runner.verify, runner.speculated.verify) == ("chunk", "chunk")
         ids = [5, 6, 7, 8] * 2
         assert list(runner.generate(ids, **request)) == list(chunk.generate(ids, **request))
     finally:

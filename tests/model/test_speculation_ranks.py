@@ -91,7 +91,7 @@ def test_passes_of_any_size_and_steps_mix(ranks: list[Any]) -> None:
     request = {"max_tokens": length - 12, "temperature": 0.0, "seed": 0}
     plain = DeviceRunner(ranks, model, **options(model, length))
     guessing = SpeculativeRunner(
-        ranks, model, guesses=3, verify="steps", costs={1: 1.5, 3: 2.5}, **WAYS["draft"], **options(model, length)
+        ranks, model, guesses=3, verify="exact", costs={1: 1.5, 3: 2.5}, **WAYS["draft"], **options(model, length)
     )
     try:
         guessing._governor = Scripted([3, 0, 0, 1, 0, 3])  # type: ignore[assignment]
