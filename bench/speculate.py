@@ -12,9 +12,9 @@ runner measured them. `pass_us` and `seen_us`: a pass with the most guesses, rep
 had it in which every pass is one: the difference is what there is between two passes. `loop`: whether passes are queued
 by the host or repeat themselves on the device; of one runner, in turns.
 
-What follows is tiny-shakespeare with its draft model and with n-grams, 20 prompts: real acceptance, real speed. Last, of
---identical greedy prompts, how many have all ids of plain decode, and how many the hash of the last logits. All that for
-each of --verify. Results are written as they come.
+What follows is tiny-shakespeare with its draft model and with n-grams, 20 prompts: real acceptance, real speed. Last,
+of --identical greedy prompts, how many have all ids of plain decode, and how many the hash of the last logits. All that
+for each of --verify. Results are written as they come.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def identical(
     ways: dict[str, dict[str, Any]] = {
         "n-grams": {"ngram": 3}, "draft": {"draft": open_model("tiny-shakespeare-draft"), "draft_device": own},
     }  # fmt: skip
-    prompts, request = some_prompts(count), {"max_tokens": tokens, "temperature": 0.0, "seed": 0}
+    prompts = some_prompts(count)
+    request: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "seed": 0}
     for by, how in ways.items():
         plain = DeviceRunner(devices, model, **options)
         runner = SpeculativeRunner(devices, model, guesses=guesses, governed=False, verify=verify, **how, **options)

@@ -41,14 +41,13 @@ def test_rows_of_forced_acceptance(monkeypatch: pytest.MonkeyPatch, own: bool) -
 
 def test_identical_prompts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With exact passes all of them; with ids that are not plain decode's, none."""
-    device = SimDevice()
+    device, real = SimDevice(), speculate.SpeculativeRunner.generate
+
+    def other(self: Any, *args: Any, **request: Any) -> Any:
+        return (token + 1 for token in real(self, *args, **request))
+
     for verify, spoilt, want in (("exact", False, 2), ("rows", True, 0)):
         if spoilt:
-            real = speculate.SpeculativeRunner.generate
-
-            def other(self: Any, *args: Any, **request: Any) -> Any:
-                return (token + 1 for token in real(self, *args, **request))
-
             monkeypatch.setattr(speculate.SpeculativeRunner, "generate", other)
         rows = list(speculate.identical([device], 2, 1, 4, None, verify))  # type: ignore[list-item]
         assert [(row["by"], row["verify"], row["identical"]) for row in rows] == [
