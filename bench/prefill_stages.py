@@ -25,21 +25,30 @@ from qwen_raw.driver.device import CudaDevice
 from qwen_raw.kernels.last_row import last_row
 from qwen_raw.model.decode import lm_head
 from qwen_raw.model.gemm_choice import GEMM
-from qwen_raw.model.prefill import STAGES, sums_by_rows
+from qwen_raw.model.prefill import STAGES, quantised_heads, sums_by_rows
 from qwen_raw.model.rank import Rank
 from qwen_raw.model.runner import DeviceRunner
 
 DEFAULT = ["random:7b:bf16", "random:7b:fp8"]
-TWICE = ("norm", "quantise", "reduce")  # in a layer; a norm that is not part of a sum
+TWICE = ("norm", "reduce")  # in a layer; a norm that is not part of a sum
 ALL = frozenset(STAGES)
 
 
-def stages(runner: DeviceRunner) -> list[str]:
+def quantised_by_passes(rank: Rank, rows: int) -> list[int]:
+    """The widths of a layer's inputs that are quantised by a pass of their own."""
+    c, w, b = rank.shard.local, rank.weights.layers[0], rank.prefill
+    if b.products.room(b.n).scale is None:
+        return []
+    heads = quantised_heads(rank.device, c, w, rank.cache.k[0], rank.cache.wide, b, rows, rank.residual)
+    return [c.I] if heads is not None else [c.H * c.HD, c.I]
+
+
+def stages(runner: DeviceRunner, rows: int) -> list[str]:
     """Those that have work to do."""
     rank, none = runner.ranks[0], set()
     if len(runner.ranks) == 1:
         none.add("reduce")
-    if rank.prefill.products.room(rank.prefill.n).scale is None:
+    if not quantised_by_passes(rank, rows):
         none.add("quantise")
     return [stage for stage in STAGES if stage not in none]
 
@@ -60,8 +69,10 @@ def head_graph(rank: Rank, rows: int) -> Graph:
     return capture.graph
 
 
-def calls(rank: Rank, stage: str) -> int:
+def calls(rank: Rank, stage: str, rows: int) -> int:
     """Of a stage, in a chunk. Where sums norm their rows, the first norm alone is left."""
+    if stage == "quantise":
+        return rank.shard.whole.L * len(quantised_by_passes(rank, rows))
     if stage not in STAGES or (stage == "norm" and sums_by_rows(rank.residual, rank.prefill.products)):
         return 1
     return rank.shard.whole.L * (2 if stage in TWICE else 1)
@@ -75,9 +86,9 @@ def work(rank: Rank, stage: str, rows: int) -> dict[str, float]:
         return {"flop": 2.0 * rows * c.L * sum(w.N * w.K for w in linears[stage])}
     item = 2 if rank.prefill.products.room(rank.prefill.n).scale is None else 1
     if stage == "norm":
-        return {"bytes": float(calls(rank, stage) * rows * c.D * (4 + item))}
+        return {"bytes": float(calls(rank, stage, rows) * rows * c.D * (4 + item))}
     if stage == "quantise":
-        return {"bytes": float(c.L * rows * (c.H * c.HD + c.I) * 3)}
+        return {"bytes": c.L * rows * sum(quantised_by_passes(rank, rows)) * 3.0}
     return {}
 
 
@@ -108,7 +119,8 @@ def measure_prompt(
     devices: Sequence[CudaDevice], runner: DeviceRunner, tokens: int, repeats: int
 ) -> dict[tuple[str, str], float]:
     """Median ms by (stage, "left out" or "alone"); the prompt, the embedding and the head are only "alone"."""
-    ranks, found, rows = runner.ranks, stages(runner), runner.prompt.bucket(tokens)
+    rows = runner.prompt.bucket(tokens)
+    ranks, found = runner.ranks, stages(runner, rows)
     ids = np.random.default_rng(1).integers(0, runner.text_vocab, tokens).tolist()
     for rank in ranks:
         rank.prefill.put(ids, 0)
@@ -145,11 +157,11 @@ def table(
     runner: DeviceRunner, tokens: int, times: dict[tuple[str, str], float], ceiling: float
 ) -> list[dict[str, Any]]:
     """The rows, printed as they are made."""
-    whole, rows = times["prompt", "alone"], []
+    whole, rows, bucket = times["prompt", "alone"], [], runner.prompt.bucket(tokens)
     print(f"{tokens} tokens: {whole:.2f} ms")
     sums = {"left out": 0.0, "alone": 0.0}
-    for stage in ("prompt", "embed", *stages(runner), "head"):
-        alone, each = times[stage, "alone"], times[stage, "alone"] * 1e3 / calls(runner.ranks[0], stage)
+    for stage in ("prompt", "embed", *stages(runner, bucket), "head"):
+        alone, each = times[stage, "alone"], times[stage, "alone"] * 1e3 / calls(runner.ranks[0], stage, bucket)
         row: dict[str, Any] = {"stage": stage, "alone_ms": alone, "alone_us_each": each}
         text = f"{alone:9.2f} ms alone {row['alone_us_each']:9.2f} µs each"
         if stage in STAGES:

@@ -108,6 +108,7 @@ class Unsummed:
     share: Buffer  # bf16 [D]
     rows = None
     path = ""
+    adds = False
     capturable = True
 
     def of_step(self, skip: frozenset[str]) -> Residual:

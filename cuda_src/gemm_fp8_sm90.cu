@@ -6,6 +6,8 @@
 // gemm_add_fp8_V     h[T,N] fp32 += x·Wᵀ                            O-projection, down-projection
 // gemm_store_fp8_V   c[T,N] bf16 = x·Wᵀ                             the same as a rank's part of a sum over ranks; with many tokens the rows go to their owners' memory
 // gemm_swiglu_fp8_V  act[T,I] bf16 = silu(x·Wgᵀ)·(x·Wuᵀ)            gate and up
+//
+// gemm_add_blocks_fp8_V  gemm_add from tokens with a scale for each slice of 128 columns (include/block_scale.cuh): exponents instead of x_scale
 // PRECOND  K a multiple of 16, N and I of 8; HD 64 or 128. minimum arch: sm_90a
 #include "include/gemm_ops_sm90.cuh"
 
@@ -27,6 +29,11 @@
     gemm_qkv INSTANCE(__VA_ARGS__)(ARGS(nullptr), QkvTarget{q, {k_cache, v_cache, fine, e4m3, KV, max_len}, bias, rope, span, T, H, shift});          \
   }
 
+#define BLOCKS_INSTANCE(...) <ProductBlocks, GemmShape<__VA_ARGS__>>
+#define BLOCK_ARGS (GemmArgs{x, w, y, partials, counters, nullptr, w_scale, nullptr, T, K, split_tiles, pieces, share_p, exponents})
+#define BLOCK_OPERANDS BY_VALUE TensorMap x, BY_VALUE TensorMap w, BY_VALUE TensorMap y, float *partials, uint32_t *counters, const uint8_t *exponents, const float *w_scale
+#define ADD_BLOCKS(V, BLOCKS, ...) \
+  NAME(add_blocks, V, BLOCKS, __VA_ARGS__)(float* h, BLOCK_OPERANDS, int N, SIZES) { gemm_add BLOCKS_INSTANCE(__VA_ARGS__)(BLOCK_ARGS, h, N); }
 // (variant, blocks a multiprocessor, its shape): qwen_raw/kernels/gemm_sm90.py has the same table.
 #define FEW16(op) op(few16, 2, true, 16, 6, 2, 1)
 #define FEW64(op) op(few64, 2, true, 64, 4, 2, 1)
@@ -57,3 +64,7 @@ MANY160(QKV)
 MANY192(QKV)
 MANY256(QKV)
 CUT128(QKV)
+MANY128(ADD_BLOCKS)
+MANY192(ADD_BLOCKS)
+MANY224(ADD_BLOCKS)
+MANY256(ADD_BLOCKS)

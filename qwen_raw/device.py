@@ -20,6 +20,7 @@ from qwen_raw.errors import require
 BF16 = np.dtype(np.uint16)  # bfloat16 bits
 F16 = np.dtype(np.uint16)  # float16 bits: activations that are bounded, inside prefill
 E4M3 = np.dtype(np.uint8)  # float8 e4m3fn bits
+U8 = np.dtype(np.uint8)
 F32 = np.dtype(np.float32)
 I32 = np.dtype(np.int32)
 U32 = np.dtype(np.uint32)

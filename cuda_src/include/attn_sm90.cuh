@@ -12,6 +12,7 @@
 // Tiles: the ones with most keys first, all heads of the same tokens together; blocks take them there and back (0 … n - 1, n - 1 … 0), so that every
 // block has about the same number of keys. One wave of blocks.
 #pragma once
+#include "block_scale.cuh"
 #include "vec.cuh"
 #include "wgmma.cuh"
 
@@ -20,8 +21,11 @@ constexpr int ATTN_GROUPS = 2, ATTN_BLOCK = (ATTN_GROUPS + 1) * WARPGROUP;
 constexpr int ATTN_TURN = 1;  // named barriers: a consumer's turn
 
 // A slab is 64 dimensions: rows of 128 bytes.
-template <int HEAD_DIM, int RING_STAGES, bool IN_TURNS>
+// BLOCKS: the output is e4m3 with a scale for each token and head (include/block_scale.cuh).
+template <int HEAD_DIM, int RING_STAGES, bool IN_TURNS, bool TO_BLOCKS = false>
 struct AttnShape {
+  static constexpr bool BLOCKS = TO_BLOCKS;
+  static_assert(!BLOCKS || HEAD_DIM == BLOCK_COLUMNS, "a head is a block");
   static constexpr int HD = HEAD_DIM, STAGES = RING_STAGES;
   static constexpr bool TURNS = IN_TURNS;
   static constexpr int SLABS = HD / 64, SLAB = ATTN_KEYS * SWIZZLE_ROW, STAGE = SLABS * SLAB;
@@ -31,7 +35,8 @@ static_assert(ATTN_ROWS == ATTN_KEYS, "Q's slabs are as large as a stretch's");
 // What the kernel is asked for. Tensor maps: q (HD, H, rows), boxes of 64 × 1 × ROWS; k, v (HD, max_len, KV), boxes of 64 × KEYS × 1.
 struct AttnArgs {
   const TensorMap &q, &k, &v;
-  bf16* out;
+  void* out;            // bf16, or e4m3
+  uint8_t* exponents;   // [rows, H in whole 16 bytes], of e4m3
   int pos0, T, H, group;  // group: H / KV
   float scale_log2;
 };
@@ -182,7 +187,23 @@ DEVICE void attn_pack(AttnRows<Shape>& rows, const float (&s)[ATTN_S]) {
   for (int i = 0; i < ATTN_KEYS / 16; i++) wgmma_operand(rows.p[i]);
 }
 
-// out = O / l. Four lanes exchange what they have of four column tiles, so that each stores 16 bytes.
+// Among the four lanes of a quad: this lane's words 0 … 3; then word t of lanes 0 … 3.
+DEVICE void attn_exchange(uint32_t (&w)[4]) {
+  const int t = int(threadIdx.x) % 4;
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2)  // transpose: swap the half that belongs to the partner
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (!(i & d)) {
+        const uint32_t give = t & d ? w[i] : w[i + d], got = __shfl_xor_sync(FULL_MASK, give, d);
+        if (t & d)
+          w[i] = got;
+        else
+          w[i + d] = got;
+      }
+}
+
+// out = O / l. Four lanes exchange what they have of four column tiles, or of eight, so that each stores 16 bytes.
 template <class Shape>
 DEVICE void attn_store(const AttnRows<Shape>& rows, const AttnArgs& a, const AttnTile& tile, int row0) {
   const int t = int(threadIdx.x) % 4;
@@ -193,24 +214,38 @@ DEVICE void attn_store(const AttnRows<Shape>& rows, const AttnArgs& a, const Att
     l += __shfl_xor_sync(FULL_MASK, l, 2);
     const float inv = 1.f / l;
     const int row = row0 + 8 * r, token = tile.t0 + row;
-    bf16* o = a.out + (int64_t(token) * a.H + tile.head) * Shape::HD + 8 * t;
+    const int64_t at = (int64_t(token) * a.H + tile.head) * Shape::HD;
+    if constexpr (Shape::BLOCKS) {
+      float top = 0.f;
 #pragma unroll
-    for (int j = 0; j < Shape::HD / 32; j++) {
-      uint32_t w[4];  // this lane's words of column tiles 4j … 4j + 3; then tile 4j + t of lanes 0 … 3
+      for (int i = 2 * r; i < Shape::HD / 2; i += 4) top = fmaxf(top, fmaxf(fabsf(rows.o[i]), fabsf(rows.o[i + 1])));
+      const BlockScale by(quad_max(top) * inv);
+      const float f = inv * by.factor;
+      e4m3* o = static_cast<e4m3*>(a.out) + at + 16 * t;
 #pragma unroll
-      for (int i = 0; i < 4; i++) w[i] = pack_bf16(rows.o[16 * j + 4 * i + 2 * r] * inv, rows.o[16 * j + 4 * i + 2 * r + 1] * inv);
+      for (int j = 0; j < Shape::HD / 64; j++) {
+        uint32_t w[4];  // column tiles 8j + 2i and the next
 #pragma unroll
-      for (int d = 1; d < 4; d *= 2)  // transpose: swap the half that belongs to the partner
+        for (int i = 0; i < 4; i++) {
+          const float* x = rows.o + 32 * j + 8 * i + 2 * r;
+          w[i] = pack_e4m3x4(x[0] * f, x[1] * f, x[4] * f, x[5] * f);
+        }
+        attn_exchange(w);
+        if (token < a.T)
+          *reinterpret_cast<uint4*>(o + 64 * j) =
+              make_uint4(lower_halves(w[0], w[1]), lower_halves(w[2], w[3]), upper_halves(w[0], w[1]), upper_halves(w[2], w[3]));
+      }
+      if (t == 0 && token < a.T) a.exponents[int64_t(token) * ((a.H + 15) / 16 * 16) + tile.head] = uint8_t(by.e);
+    } else {
+      bf16* o = static_cast<bf16*>(a.out) + at + 8 * t;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          if (!(i & d)) {
-            const uint32_t give = t & d ? w[i] : w[i + d], got = __shfl_xor_sync(FULL_MASK, give, d);
-            if (t & d)
-              w[i] = got;
-            else
-              w[i + d] = got;
-          }
-      if (token < a.T) *reinterpret_cast<uint4*>(o + 32 * j) = make_uint4(w[0], w[1], w[2], w[3]);
+      for (int j = 0; j < Shape::HD / 32; j++) {
+        uint32_t w[4];  // column tiles 4j … 4j + 3
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[i] = pack_bf16(rows.o[16 * j + 4 * i + 2 * r] * inv, rows.o[16 * j + 4 * i + 2 * r + 1] * inv);
+        attn_exchange(w);
+        if (token < a.T) *reinterpret_cast<uint4*>(o + 32 * j) = make_uint4(w[0], w[1], w[2], w[3]);
+      }
     }
   }
 }
@@ -322,16 +357,16 @@ DEVICE void attn_consume(const AttnRing<Shape>& ring, const AttnArgs& a) {
 
 // The whole kernel.
 template <class Shape>
-DEVICE void attn_sm90(const TensorMap& q, const TensorMap& k, const TensorMap& v, bf16* out, const int32_t* span, int H, int KV, float scale_log2) {
+DEVICE void attn_sm90(const TensorMap& q, const TensorMap& k, const TensorMap& v, void* out, uint8_t* exponents, const int32_t* span, int H, int KV, float scale_log2) {
   DYN_SHARED_TILES(unsigned char, memory);
   const AttnRing<Shape> ring{memory};
   ring.init();
   griddep_launch();
   if (threadIdx.x < WARPGROUP) {
     register_decrease<40>();
-    if (threadIdx.x == 0) attn_produce(ring, AttnArgs{q, k, v, out, span[0], span[1], H, H / KV, scale_log2});
+    if (threadIdx.x == 0) attn_produce(ring, AttnArgs{q, k, v, out, exponents, span[0], span[1], H, H / KV, scale_log2});
   } else {
     register_increase<232>();
-    attn_consume(ring, AttnArgs{q, k, v, out, span[0], span[1], H, H / KV, scale_log2});
+    attn_consume(ring, AttnArgs{q, k, v, out, exponents, span[0], span[1], H, H / KV, scale_log2});
   }
 }

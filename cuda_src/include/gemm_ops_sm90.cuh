@@ -11,6 +11,7 @@ struct GemmArgs {
   uint32_t* counters;
   const float *x_scale, *w_scale, *up_scale;
   int T, K, split_tiles, pieces, share_p;
+  const uint8_t* exponents = nullptr;  // of tokens with a scale for each slice, in the place of x_scale
 };
 
 // What becomes of sums: scales, bias, then `out`. Many tokens: a thread's tokens' scales, and those of one or two outputs for its warpgroup, are
@@ -27,12 +28,16 @@ struct GemmFinish {
     typename Out::Early early;
   };
   DEVICE int output(int i) const { return int(threadIdx.x) % WARPGROUP + i * WARPGROUP; }
+  DEVICE GemmBlocks blocks() const { return {scales.exponents, scales.T, scales.slices}; }
   DEVICE Ahead begin(int p, int q) const {
     Ahead a{};
     if constexpr (Out::BIASED) a.early = out.early(p, q);
     if constexpr (AHEAD) {
       const ManyAt<Shape> at(p, q);
-      if constexpr (Product::SCALED) a.token[0] = scales.of_token(at.token(0)), a.token[1] = scales.of_token(at.token(1));
+      if constexpr (Product::BLOCKS)
+        a.token[0] = block_unit(blocks().last(at.token(0))), a.token[1] = block_unit(blocks().last(at.token(1)));
+      else if constexpr (Product::SCALED)
+        a.token[0] = scales.of_token(at.token(0)), a.token[1] = scales.of_token(at.token(1));
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) {
         const int c = output(i);
@@ -76,7 +81,7 @@ DEVICE void gemm_run(const GemmArgs& a, int rows, const Weights& weights, const 
   const int p_rows = Shape::FEW ? rows : a.T, q_rows = Shape::FEW ? a.T : rows;
   const GemmPlan<Shape::CLUSTER> plan{tiles_of(p_rows, GEMM_P), tiles_of(q_rows, Shape::BN), tiles_of(a.K, Product::K), a.split_tiles, a.pieces,
                                       a.share_p != 0, Shape::CUT, a.partials, a.counters};
-  const Scales scales{a.x_scale, a.w_scale, a.up_scale, a.T, rows, a.up_scale ? rows / 2 : rows};
+  const Scales scales{a.x_scale, a.w_scale, a.up_scale, a.T, rows, a.up_scale ? rows / 2 : rows, a.exponents, tiles_of(a.K, Product::K)};
   const typename GemmEnd<Shape::CUT, Product, Shape, Weights, Out>::type finish{scales, weights, out};
   if constexpr (Shape::FEW)
     gemm_sm90<Product, Shape, Out::SLOTS>(plan, weights, PlainOperand<Shape::BN>{a.x}, a.y, finish);

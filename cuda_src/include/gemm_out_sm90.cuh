@@ -29,7 +29,9 @@ struct FewAt {
 // e4m3: every sum times its token's scale and its output's, that of the weights' row. `weights`: the operand, which knows the rows of a tile.
 struct Scales {
   const float *token, *low, *high;
-  int T, rows, half;  // rows from `half` on have theirs in `high`
+  int T, rows, half;         // rows from `half` on have theirs in `high`
+  const uint8_t* exponents;  // of tokens that have a scale for each of their slices
+  int slices;
   DEVICE float of_token(int t) const { return t < T ? token[t] : 0.f; }
   DEVICE const float* at(int n) const { return n < half ? low + n : high + (n - half); }
   DEVICE float of_row(int n) const { return n < rows ? *at(n) : 0.f; }

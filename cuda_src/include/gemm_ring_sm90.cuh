@@ -23,15 +23,18 @@ struct GemmShape {
 
 struct ProductBf16 {
   static constexpr int K = 64;  // elements of a slice
-  static constexpr bool SCALED = false;
+  static constexpr bool SCALED = false, BLOCKS = false;
   template <int REGS>
   static DEVICE void add(float (&d)[REGS], uint64_t a, uint64_t b, int accumulate) { wgmma_bf16(d, a, b, accumulate); }
 };
 struct ProductE4m3 {
   static constexpr int K = 128;
-  static constexpr bool SCALED = true;
+  static constexpr bool SCALED = true, BLOCKS = false;
   template <int REGS>
   static DEVICE void add(float (&d)[REGS], uint64_t a, uint64_t b, int accumulate) { wgmma_e4m3(d, a, b, accumulate); }
+};
+struct ProductBlocks : ProductE4m3 {  // a token has a scale for each slice
+  static constexpr bool BLOCKS = true;
 };
 
 // PRECOND  split_tiles·pieces <= clusters; pieces <= k_blocks; partials [split_tiles·pieces·CLUSTER, 128·BN]; counters [split_tiles·CLUSTER], 0 at first.

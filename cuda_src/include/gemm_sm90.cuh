@@ -22,6 +22,7 @@
 // PRECOND  sm_90a; rows of whole 16 bytes; tensor maps with boxes of 128 bytes × 128 (P) or BN rows (Q), half of that where the cluster shares
 //          the operand, for pairs as include/gemm_operand_sm90.cuh says; what GemmPlan says
 #pragma once
+#include "block_scale.cuh"
 #include "gemm_ring_sm90.cuh"
 
 // The consumers' sums over some slices of a tile.
@@ -50,6 +51,54 @@ DEVICE void gemm_multiply(typename Shape::Sums& sum, const GemmRing<Shape>& ring
 #pragma unroll
   for (int slab = 0; slab < Shape::SLABS; slab++) wgmma_results(sum[slab]);
   ring.release(before);
+}
+
+// The same with tokens that have a scale for each slice: sums are in units of the latest slice's, in the end in those of the row's last. A warp goes on as above
+// while its rows' scales stay; where one changes it waits for its sums, under the other warpgroup's products. A thread has two rows.
+struct GemmBlocks {
+  const uint8_t* exponents;  // [T, whole 16 bytes]
+  int T, slices;
+  DEVICE const uint8_t* row(int t) const { return exponents + int64_t(min(t, T - 1)) * ((slices + 15) / 16 * 16); }
+  DEVICE int last(int t) const { return row(t)[slices - 1]; }
+};
+template <class Product, class Shape, class Trays>
+DEVICE void gemm_multiply_blocks(typename Shape::Sums& sum, const GemmRing<Shape>& ring, RingPosition<Shape::STAGES>& r, Trays& trays, const GemmWork& w,
+                                 const GemmBlocks& blocks) {
+  static_assert(!Shape::FEW, "a thread's rows are tokens");
+  const int group = int(threadIdx.x) / WARPGROUP, token = w.p * GEMM_P + int(threadIdx.x) / WARP * 16 + int(threadIdx.x) % WARP / 4;
+  const uint8_t *row0 = blocks.row(token), *row1 = blocks.row(token + 8);
+  int e0 = row0[w.k0], e1 = row1[w.k0];
+  const int late = w.k0 + (w.k1 - w.k0 > 1);  // by then the copies from the trays have read them
+  for (int k = w.k0; k < w.k1;) {
+    int before = -1, n0, n1;
+    bool same;
+    do {
+      const int next = k + 1 < w.k1 ? k + 1 : blocks.slices - 1;  // of a piece, what all pieces end with
+      n0 = row0[next], n1 = row1[next];                           // looked at when the slice's products have been issued
+      mbarrier_wait(ring.full(r.stage), r.parity);
+      const uint64_t a = wgmma_tile(ring.p(r.stage) + group * 64 * SWIZZLE_ROW), b = wgmma_tile(ring.q(r.stage));
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < SWIZZLE_ROW / 32; i++) Product::add(sum[0], a + 2 * i, b + 2 * i, k > w.k0 || i > 0);
+      wgmma_commit();
+      wgmma_wait<1>();  // the slice before this one has been read
+      if (before >= 0) ring.release(before);
+      if (k == late) trays.finish(ring);
+      before = r.stage;
+      r.next();
+      k++;
+      same = __all_sync(FULL_MASK, n0 == e0 && n1 == e1);
+    } while (k < w.k1 && same);
+    wgmma_wait<0>();
+    wgmma_results(sum[0]);
+    ring.release(before);
+    if (!same) {
+      const float by[2] = {block_ratio(e0, n0), block_ratio(e1, n1)};
+#pragma unroll
+      for (int i = 0; i < Shape::REGS; i++) sum[0][i] *= by[i / 2 % 2];
+      e0 = n0, e1 = n1;
+    }
+  }
 }
 
 // A piece of a tile: its sums go to memory; the block that arrives last gets the whole tile's sums. Returns whether this one did.
@@ -121,7 +170,10 @@ DEVICE void gemm_sm90(const GemmPlan<Shape::CLUSTER>& plan, const P& p, const Q&
     typename Shape::Sums sum;
     for (GemmWork w; schedule.next(w);) {
       auto ahead = out.begin(w.p, w.q);
-      gemm_multiply<Product, Shape>(sum, ring, r, trays, w.k1 - w.k0);
+      if constexpr (Product::BLOCKS)
+        gemm_multiply_blocks<Product, Shape>(sum, ring, r, trays, w, out.blocks());
+      else
+        gemm_multiply<Product, Shape>(sum, ring, r, trays, w.k1 - w.k0);
       unsigned char* tray = trays.take(ring, r);
       if constexpr (Shape::CUT) {
         out.exchange(sum, ring, plan.pieces, w.p, w.q, ahead, outputs);

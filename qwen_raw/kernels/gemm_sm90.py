@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qwen_raw.device import BF16, E4M3, F32, U32, Arg, BoxShape, Buffer, Device, TensorMap
+from qwen_raw.device import BF16, E4M3, F32, U8, U32, Arg, BoxShape, Buffer, Device, TensorMap
 from qwen_raw.errors import QwenRawError, require
 from qwen_raw.kernels.kv_cache import cache_args
 from qwen_raw.kernels.linear import Linear, check_buffer, check_linear, check_span
@@ -94,6 +94,8 @@ OPERATIONS = {
     "add": (*_EVERYWHERE, "many192", "many224", "cut128"),
     "store": (*_EVERYWHERE, "many192", "many224", "cut128"),
     "swiglu": (*_EVERYWHERE, "many144", "many224"),
+    # Of tokens with a scale for each slice.
+    "add_blocks": ("many128", "many192", "many224", "many256"),
 }
 # Rows that are dealt out to their owners go through trays.
 DEALT = tuple(n for n in OPERATIONS["store"] if not VARIANTS[n].few and VARIANTS[n].cluster)
@@ -140,7 +142,7 @@ def choose(op: str, T: int, rows: int, slices: int, sm_count: int, HD: int = 128
     few = [VARIANTS[name] for name in OPERATIONS[op] if name in FEW and VARIANTS[name].BN >= T]
     if few:
         return Choice(few[0], MOST_PIECES)
-    end = 5.0 if op == "add" else 3.0  # what becomes of a tile's sums
+    end = 5.0 if op.startswith("add") else 3.0  # what becomes of a tile's sums
 
     def us(choice: Choice) -> float:
         v = choice.variant
@@ -174,10 +176,16 @@ def choose(op: str, T: int, rows: int, slices: int, sm_count: int, HD: int = 128
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens' operand: x [T, K] bf16, or e4m3 with one fp32 scale a token."""
+    """The tokens' operand: x [T, K] bf16, or e4m3 with one fp32 scale a token, or with one for each of its slices."""
 
     values: Buffer  # [T, K]
     scale: Buffer | None = None  # [T], e4m3 only
+    exponents: Buffer | None = None  # u8 [T, exponent_row(K)], e4m3 only (include/block_scale.cuh)
+
+
+def exponent_row(K: int) -> int:
+    """Bytes of the exponents of K columns: one for each 128, in whole packs of 16."""
+    return -(-K // (ROW_BYTES * 16)) * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +241,21 @@ class GemmSm90:
         require(behind, "the up-projection's weight does not lie behind the gate's: load both as one")
         self._launch(dev, "swiglu", choice, [act], x, [gate, up], [], [gate.N])
 
+    def _exponents(self, x: Tokens) -> Buffer:
+        (T, K) = x.values.shape
+        require(x.exponents is not None and self.fp8, "tokens without a scale for each slice")
+        assert x.exponents is not None
+        check_buffer(x.exponents, (T, exponent_row(K)), U8, "exponents")
+        return x.exponents
+
     def add(self, dev: Device, h: Buffer, x: Tokens, w: Linear, choice: Choice | None = None) -> None:
         """h f32 [T, N] += x·Wᵀ."""
         T = x.values.shape[0]
         check_buffer(h, (T, w.N), F32, "h")
-        self._launch(dev, "add", choice, [h], x, [w], [], [w.N])
+        self._launch(dev, "add" if x.exponents is None else "add_blocks", choice, [h], x, [w], [], [w.N])
 
     def store(self, dev: Device, c: Buffer, x: Tokens, w: Linear, choice: Choice | None = None) -> None:
-        """c bf16 [T, N] = x·Wᵀ."""
+        """c bf16 [T, N] = x·Wᵀ; no x with exponents."""
         T = x.values.shape[0]
         check_buffer(c, (T, w.N), BF16, "c")
         self._launch(dev, "store", choice, [c], x, [w], [], [w.N])
@@ -275,7 +290,9 @@ class GemmSm90:
         require(first.N % 8 == 0, f"{first.N} rows of weights are not a multiple of 8")
         check_buffer(x.values, (T, first.K), E4M3 if self.fp8 else BF16, "x")
         scales: list[Buffer] = []
-        if self.fp8:
+        if x.exponents is not None:
+            scales = [self._exponents(x), *(w.scale for w in weights if w.scale is not None)]
+        elif self.fp8:
             require(x.scale is not None, "e4m3 tokens without scales")
             scales = [b for b in (x.scale, *(w.scale for w in weights)) if b is not None]
             check_buffer(scales[0], (T,), F32, "the tokens' scale")

@@ -129,6 +129,10 @@ class LtProducts:
         """See Products."""
         self.own.quantise(dev, x, a)
 
+    def blocks(self, dev: Device, a: Buffer, w: Linear) -> Tokens | None:
+        """See Products: cuBLASLt takes none."""
+        return None if self._theirs("add", Tokens(a), w) else self.own.blocks(dev, a, w)
+
     def qkv(
         self,
         dev: Device,

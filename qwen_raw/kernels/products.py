@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qwen_raw.config import ModelConfig
-from qwen_raw.device import E4M3, F32, Buffer, Device
+from qwen_raw.device import E4M3, F32, U8, Buffer, Device
 from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90, gemm_sm90
 from qwen_raw.kernels.gemm import Gemm
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
 from qwen_raw.kernels.gemm_fp8 import GEMM as GEMM_FP8
-from qwen_raw.kernels.gemm_sm90 import GemmSm90, Tokens
+from qwen_raw.kernels.gemm_sm90 import GemmSm90, Tokens, exponent_row
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.norm import rmsnorm, rmsnorm_bf16, rmsnorm_e4m3
 from qwen_raw.kernels.quantize import MOST, quantize_tokens
 
 SHORT = 512  # hidden sizes below keep f16 inputs
+BLOCKS_FROM = 256  # tokens, from which on attention makes O's e4m3 input, with exponents
 
 
 class RowProducts(Protocol):
@@ -49,6 +50,12 @@ class Products(RowProducts, Protocol):
 
     def quantise(self, dev: Device, x: Tokens, a: Buffer) -> None:
         """x = a bf16 [T, K]; x from `room(a)`, and where that is `a` there is nothing to do."""
+
+    def blocks(self, dev: Device, a: Buffer, w: Linear) -> Tokens | None:
+        """Room for a 16-bit buffer's values [T, K], in its own memory, as e4m3 with exponents for `add` with w.
+
+        None: that product takes no exponents.
+        """
 
     def qkv(
         self,
@@ -107,6 +114,10 @@ class MmaProducts:
 
     def quantise(self, dev: Device, x: Tokens, a: Buffer) -> None:
         """See Products: `a` is the input."""
+
+    def blocks(self, dev: Device, a: Buffer, w: Linear) -> Tokens | None:
+        """See Products: they have 16-bit inputs."""
+        return None
 
     def qkv(
         self,
@@ -179,6 +190,14 @@ class Sm90Products:
         """See Products."""
         if x.scale is not None:
             quantize_tokens(dev, x.values, x.scale, a, pdl=self.gemm.pdl)
+
+    def blocks(self, dev: Device, a: Buffer, w: Linear) -> Tokens | None:
+        """See Products."""
+        T, K = a.shape
+        if self.codes is None or T < BLOCKS_FROM:
+            return None
+        exponents = a.view((T * K * 2,), 0, U8).view((T, exponent_row(K)), T * K)
+        return Tokens(a.view((T, K), 0, E4M3), exponents=exponents)
 
     def qkv(
         self,

@@ -20,9 +20,11 @@ from qwen_raw.config import ModelConfig
 from qwen_raw.device import Buffer, Device
 from qwen_raw.kernels import products
 from qwen_raw.kernels.allreduce_rows import RowsWorkspace, allreduce_rows
-from qwen_raw.kernels.attention import prefill_attention
+from qwen_raw.kernels.attention import on_hopper, prefill_attention
+from qwen_raw.kernels.attn_prefill_sm90 import BLOCK_HD
 from qwen_raw.kernels.embed import embed
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
+from qwen_raw.kernels.gemm_sm90 import Tokens
 from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.norm import rmsnorm_split
 from qwen_raw.kernels.products import Products
@@ -30,7 +32,7 @@ from qwen_raw.model.residual import Residual
 from qwen_raw.model.state import KVCache, PrefillBuffers
 from qwen_raw.model.weights import Layer, Weights
 
-# Of a layer; norm, quantise and reduce twice. Quantising is part of fp8 weights on Hopper, reduce of several ranks.
+# Of a layer; norm and reduce twice. quantise: what no kernel before has, for fp8 on Hopper; reduce: of several ranks.
 # A sum by rows norms too: then only the chunk's first norm is a step by itself.
 STAGES = ("norm", "qkv", "attn", "quantise", "o", "gate_up", "down", "reduce")
 
@@ -64,9 +66,10 @@ def prefill_layer(
         gemm.norm(dev, x, h, layer.norm1, c.rms_eps)
     if "qkv" not in skip:
         gemm.qkv(dev, q, k_cache, v_cache, x, layer.qkv, layer.qkv_bias, rope, span, fine)
+    heads = quantised_heads(dev, c, layer, k_cache, wide, b, rows, residual)
     if "attn" not in skip:
-        prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine, wide=wide, hopper=hopper)
-    _into_residual(dev, "o", attn.view((rows, c.H * c.HD)), layer.o, h, n, gemm, residual, skip)
+        prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine, wide=wide, hopper=hopper, blocks=heads)
+    _into_residual(dev, "o", heads or attn.view((rows, c.H * c.HD)), layer.o, h, n, gemm, residual, skip)
     if by_rows is not None and "reduce" not in skip:
         allreduce_rows(by_rows, rows, c.D, layer.norm2, c.rms_eps, pdl=True, pushed=gemm.pushes(rows))
     yield
@@ -87,10 +90,27 @@ def sums_by_rows(residual: Residual, gemm: Products) -> RowsWorkspace | None:
     return ws if ws is not None and ws.kind == gemm.normed else None
 
 
+def quantised_heads(
+    dev: Device,
+    c: ModelConfig,
+    layer: Layer,
+    k_cache: Buffer,
+    wide: tuple[Buffer, Buffer] | None,
+    b: PrefillBuffers,
+    rows: int,
+    residual: Residual,
+) -> Tokens | None:
+    """Room in b.attn for attention's output as e4m3 with exponents; None: it is bf16, which `quantise` may turn."""
+    hopper = on_hopper(dev.arch, c.HD, k_cache, wide, hopper=products.suits_sm90(dev.arch, c))
+    if not (residual.adds and hopper and c.HD == BLOCK_HD):
+        return None
+    return b.products.blocks(dev, b.attn.view((rows, c.H * c.HD)), layer.o)
+
+
 def _into_residual(
     dev: Device,
     stage: str,
-    a: Buffer,
+    a: Buffer | Tokens,
     w: Linear,
     h: Buffer,
     n: Buffer,
@@ -102,8 +122,8 @@ def _into_residual(
 
     Where they are summed by rows they stay there, or go to the rows' owners.
     """
-    x = gemm.room(a)
-    if "quantise" not in skip:
+    x = a if isinstance(a, Tokens) else gemm.room(a)
+    if not isinstance(a, Tokens) and "quantise" not in skip:
         gemm.quantise(dev, x, a)
     by_rows = sums_by_rows(residual, gemm)
     if stage not in skip and by_rows is not None and gemm.pushes(n.shape[0]):

@@ -60,6 +60,10 @@ class Residual(Protocol):
         """What sums a chunk of the prompt by rows and norms them; None: `reduce` sums it."""
 
     @property
+    def adds(self) -> bool:
+        """Whether `products` is `add`: what is behind it is complete."""
+
+    @property
     def capturable(self) -> bool:
         """Whether a graph can hold a step; else it must be queued anew each time."""
 
@@ -74,6 +78,7 @@ class Alone:
     device: Device
     rows = None
     path = ""
+    adds = True
     capturable = True
 
     def of_step(self, skip: frozenset[str]) -> Residual:
@@ -112,6 +117,7 @@ class Summed:
     large: Reducer | None  # of a chunk of the prompt; None: `rows` sums it
     rows: RowsWorkspace | None = None
     few: int = 1  # tokens that the small one takes
+    adds = False
 
     @property
     def path(self) -> str:
@@ -170,6 +176,7 @@ class Inline:
     kernels: GemvExchange
     summed: Summed
     path = INLINE
+    adds = False
     capturable = True
 
     @property

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from kernel_reference import POISON, Array, assert_close, attention, bf16_input, fp8_cache
 
-from loaders.dtypes import bf16_to_f32, f32_to_bf16
-from qwen_raw.device import BF16, E4M3
+from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f32_to_bf16
+from qwen_raw.device import BF16, E4M3, U8
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.attention import prefill_attention, suits_sm90
 from qwen_raw.kernels.attn_prefill_sm90 import ARCH, attn_prefill_sm90
+from qwen_raw.kernels.gemm_sm90 import Tokens, exponent_row
 from qwen_raw.kernels.kv_widen import kv_widen
 
 REL = 8e-3  # P and the output are bf16
@@ -148,6 +149,34 @@ def test_widened(dev: Any, rng: np.random.Generator, KV: int, HD: int, pos0: int
         got = buffer.download()
         assert (got[:, :n] == f32_to_bf16(values[:, :n].astype(np.float32))).all()
         assert (got[:, n:] == 0xFFFF).all()
+
+
+@pytest.mark.parametrize(("H", "KV", "T", "pos0"), [(3, 1, 130, 0), (18, 2, 5, 140)])
+def test_e4m3_with_a_scale_for_each_head(
+    hopper: Any, rng: np.random.Generator, H: int, KV: int, T: int, pos0: int
+) -> None:
+    """Heads of very different magnitudes, each in units of its own power of two; 18 need a second pack of exponents."""
+    dev, HD, rows, max_len = hopper, 128, T + 5, pos0 + T
+    q, Q = bf16_input(rng, rows, H, HD, scale=2.0)
+    (k, K), (v, V) = bf16_input(rng, KV, max_len, HD), bf16_input(rng, KV, max_len, HD)
+    v = f32_to_bf16((bf16_to_f32(v) * (10.0 ** np.arange(0, 2 * KV, 2))[:, None, None]).astype(np.float32))
+    V = bf16_to_f32(v).astype(np.float64)
+    out = Tokens(dev.empty((rows, H * HD), E4M3), exponents=dev.empty((rows, exponent_row(H * HD)), U8))
+    for buffer in (out.values, out.exponents):
+        buffer.fill(POISON)
+    span = dev.array(np.array([pos0, T], np.int32))
+    attn_prefill_sm90(dev, out, dev.array(q), dev.array(k), dev.array(v), span)
+    codes, e = out.values.download(), out.exponents.download()
+    assert (codes[T:] == 0xFF).all() and (e[T:] == 0xFF).all(), "a row of padding was written"
+    assert (e[:, H:] == 0xFF).all(), "exponents of no head were written"
+    for t in sorted({0, 1, T - 1, *rng.integers(0, T, 6).tolist()}):
+        for h in range(H):
+            want = attention(Q[t, h], *seen(K, V, h * KV // H, pos0 + t))
+            unit = 2.0 ** (int(e[t, h]) - 127)
+            got = e4m3_to_f32(codes[t, h * HD : (h + 1) * HD]).astype(np.float64) * unit
+            slack = REL * np.abs(want).max() + unit * 2.0**-10
+            assert (np.abs(got - want) <= 2.0**-4 * np.abs(want) + slack).all(), f"token {t}, head {h}"
+            assert np.abs(got).max() > 1.7 * unit, "a head that fits into the next smaller scale"
 
 
 def test_which_kernel_is_taken(dev: Any, monkeypatch: pytest.MonkeyPatch) -> None:

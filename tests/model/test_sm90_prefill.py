@@ -18,6 +18,7 @@ from qwen_raw.config import ModelConfig
 from qwen_raw.kernels import attention, products
 from qwen_raw.kernels.gemm_sm90 import ARCH
 from qwen_raw.kernels.products import Sm90Products, suits_sm90
+from qwen_raw.kernels.quantize import quantize_tokens
 from qwen_raw.model.runner import DeviceRunner
 from qwen_raw.reference import KVCache, ReferenceModel
 
@@ -74,6 +75,26 @@ def test_random_models_equal_the_reference(
     error = (logits(hopper, model, ids, dtype) - want) / np.abs(want).max()
     worst, rms = np.abs(error).max(), np.sqrt((error * error).mean())
     assert worst < LIMITS[dtype][0] and rms < LIMITS[dtype][1], f"off by {worst:.2%}, {rms:.2%} in the mean"
+
+
+def test_heads_with_a_scale_each(hopper: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention leaves O's input as e4m3 with exponents, as from BLOCKS_FROM tokens on: no pass quantises it."""
+    config, quantised = CONFIGS["HD 128, group 3, odd widths"], []
+
+    def note(dev: Any, q: Any, scale: Any, a: Any, *, pdl: bool) -> None:
+        quantised.append(a.shape[1])
+        quantize_tokens(dev, q, scale, a, pdl=pdl)
+
+    monkeypatch.setattr(products, "BLOCKS_FROM", 1)
+    monkeypatch.setattr(products, "quantize_tokens", note)
+    model = random_checkpoint(config, "bf16", 5)
+    ids = rng.integers(0, config.V, 150 if hopper.kind == "cuda" else 21).tolist()
+    reference = ReferenceModel(config, model, quantize=True, activations="bf16")
+    want = reference.forward(ids, KVCache(config, len(ids)))
+    error = (logits(hopper, model, ids, "fp8") - want) / np.abs(want).max()
+    worst, rms = np.abs(error).max(), np.sqrt((error * error).mean())
+    assert worst < LIMITS["fp8"][0] and rms < LIMITS["fp8"][1], f"off by {worst:.2%}, {rms:.2%} in the mean"
+    assert set(quantised) == {config.I}, "something else than down's input was quantised by a pass"
 
 
 def test_which_models_take_them() -> None:
