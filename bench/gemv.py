@@ -153,13 +153,13 @@ def measure(
                 print(f"{size:5} tp{tp} {dtype} {op:8} blocks/SM {n}: {error}")
                 continue
             rate = case.nbytes / (us * 1e-6)
-            C, threads, _ = case.gemv.variants.choose({"o": "add", "down": "add"}.get(op, op), case.K)
+            variant, threads, _ = case.gemv.variants.choose({"o": "add", "down": "add"}.get(op, op), case.K)
             row = {"model": size, "tp": tp, "dtype": dtype, "op": op, "N": case.N, "K": case.K, "blocks_per_sm": n}
-            row |= {"C": C, "threads": threads, "us": us, "gb_s": rate / 1e9}
+            row |= {"variant": variant, "threads": threads, "us": us, "gb_s": rate / 1e9}
             rows.append(row | {"of_read": rate / ceiling} | ({"cublaslt_us": theirs} if theirs else {}))
             print(
                 f"{size:5} tp{tp} {dtype} {op:8} {f'{case.N}×{case.K}':14} blocks/SM {n} "
-                f"c{C} {threads:4} thr "
+                f"{variant:3} {threads:4} thr "
                 f"{us:8.2f} µs {rate / 1e9:7.0f} GB/s {rate / ceiling:6.3f}"
                 + (f"   cuBLASLt {theirs:8.2f} µs" if theirs else ""),
                 flush=True,

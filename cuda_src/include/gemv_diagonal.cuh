@@ -6,9 +6,9 @@
 // diagonals of the two 8×8 halves of the result, and no value has to move between threads before it is multiplied. What lies beside the
 // diagonals is not looked at: the tensor cores have the time.
 //
-// x is f16, scaled by a power of two so that nothing overflows: plain inputs bf16 · PLAIN_SCALE, exact from 2^-13 to 2^20 (where they
-// saturate), to 2^-21 below; normed inputs in two parts, the second what rounding to the first took off: 22 bits.
-// block: ceil(K / (C·32·PACK)) warps. Nothing in shared memory but the sums.
+// x is f16, scaled by PLAIN_SCALE so that nothing overflows: to 11 bits from 2^-10 to 2^20 (where it saturates), to 2^-21 below. bf16 inputs are exact from
+// 2^-13 up. Normed inputs, h·g, are rounded once, to eight times the precision of the bf16 that a norm usually ends in.
+// block: ceil(K / (C·32·PACK)) warps. In shared memory the sums and, for normed inputs, 1 KB a warp (static).
 #pragma once
 #include "gemv_flight.cuh"
 #include "gemv_operand.cuh"
@@ -49,17 +49,34 @@ template <class W_, int C, int R, bool NORMED, int WARPS, int GROUP = R>
 struct Diagonal {
   using W = W_;
   using Sum = Sums<(WARPS + 3) / 4 * 4>;
-  static constexpr int PARTS = NORMED ? 2 : 1;
   Flight<W, C, R> flight;
-  XBf16<W, C> weight;  // of the norm
-  uint32_t x[C][W::STEPS][PARTS][2];
+  uint32_t x[C][W::STEPS][2];
+
+  // h and the norm's weight are asked for in whole lines: a lane has four neighbours of each 128 that its warp holds, from `mine` on.
+  static constexpr int LINES = W::PACK / 4;
+  const float *h, *h_at;
+  float2 weight[C][LINES];  // two bf16 in each
+  int end;  // of the row, from this lane's first element
+  static DEVICE int mine() { return (int(threadIdx.x) & ~(WARP - 1)) * W::PACK + int(threadIdx.x) % WARP * 4; }
+  static DEVICE int offset(int c, int q) { return c * int(blockDim.x) * W::PACK + q * 4 * WARP; }
 
   // Before griddep_wait.
-  DEVICE void norm_weight(const bf16* g, int K) { flight.fetch_weight(weight, g, K); }
+  DEVICE void norm_weight(const bf16* g, int K) {
+    end = K - mine();
+#pragma unroll
+    for (int c = 0; c < C; c++)
+#pragma unroll
+      for (int q = 0; q < LINES; q++) weight[c][q] = ld_global_f2(g + (offset(c, q) < end ? mine() + offset(c, q) : 0));
+  }
   template <class Rows>
   DEVICE void request(const Rows& rows, int count, int K) { flight.request(rows, count, K); }
-  template <class T>
-  DEVICE void wait(const T* src, int K) { flight.wait(src, K); }
+  DEVICE void wait(const bf16* src, int K) { flight.wait(src, K); }
+  DEVICE void wait(const float* src, int K) {
+    const float* p = src + mine();
+    settle(p);
+    h = src, h_at = p;
+    griddep_wait_with(reinterpret_cast<uint64_t>(p));
+  }
 
   // After it: x bf16 [K].
   DEVICE void input() {
@@ -78,41 +95,55 @@ struct Diagonal {
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           const uint32_t pair = cvt_f16x2_sat(f[2 * q] * W::PLAIN_SCALE, f[2 * q + 1] * W::PLAIN_SCALE);
-          x[c][2 * part + q / 2][0][q % 2] = flight.there[c] ? pair : 0u;
+          x[c][2 * part + q / 2][q % 2] = flight.there[c] ? pair : 0u;
         }
       }
   }
-  // h·weight, h fp32 [K]; returns this thread's share of Σ h².
+  // h·weight, h fp32 [K]; returns this thread's share of Σ h². Operands are made in the layout in which h comes; they reach the threads whose weights
+  // they meet through shared memory, in an order that has no bank conflicts.
   DEVICE float normed() {
-    float h[C][W::PACK];
-    flight.fetch(h);
-    return weigh(h);
+    float4 v[C][LINES];
+    fetch(v);
+    return weigh(v);
   }
-  // The same of what has been fetched.
-  DEVICE float weigh(const float (&h)[C][W::PACK]) {
+  DEVICE void fetch(float4 (&v)[C][LINES]) const {
+#pragma unroll
+    for (int c = 0; c < C; c++)
+#pragma unroll
+      for (int q = 0; q < LINES; q++) v[c][q] = ld_global_f4(offset(c, q) < end ? h_at + offset(c, q) : h);
+  }
+  // The same of what has been fetched; again only after a barrier of the warp.
+  DEVICE float weigh(const float4 (&v)[C][LINES]) {
+    SHARED(uint2[WARPS][LINES * WARP], exchange);
+    uint2* shared = exchange[threadIdx.x / WARP];
+    const int lane = int(threadIdx.x) % WARP;
     float ss = 0.f;
 #pragma unroll
     for (int c = 0; c < C; c++) {
-      float squares[4] = {0.f, 0.f, 0.f, 0.f};
+      if (c) __syncwarp();
 #pragma unroll
-      for (int part = 0; part < W::PACK / 8; part++) {
-        float g[8];
-        weight.eight(g, c, part);
-#pragma unroll
-        for (int q = 0; q < 4; q++) {
-          const int k = 8 * part + 2 * q;
-          const float first = h[c][k], second = h[c][k + 1], scale = flight.there[c] ? W::X_SCALE : 0.f;
-          squares[2 * q % 4] = fmaf(first, first, squares[2 * q % 4]), squares[2 * q % 4 + 1] = fmaf(second, second, squares[2 * q % 4 + 1]);
-          const float a = first * (g[2 * q] * scale), b = second * (g[2 * q + 1] * scale);
-          const uint32_t high = W::pair(a, b);
-          x[c][k / 4][0][q % 2] = high;
-          x[c][k / 4][PARTS - 1][q % 2] = W::pair((a - W::first(high)) * (1.f / W::LOW), (b - W::second(high)) * (1.f / W::LOW));
-        }
+      for (int q = 0; q < LINES; q++) {
+        const bool there = offset(c, q) < end;
+        const float4 a = v[c][q];
+        const uint2 g = make_uint2(__float_as_uint(weight[c][q].x), __float_as_uint(weight[c][q].y));
+        const float scale = there ? W::PLAIN_SCALE : 0.f;
+        const uint2 pairs = make_uint2(cvt_f16x2_sat(a.x * (bf16_lo(g.x) * scale), a.y * (bf16_hi(g.x) * scale)),
+                                       cvt_f16x2_sat(a.z * (bf16_lo(g.y) * scale), a.w * (bf16_hi(g.y) * scale)));
+        shared[place(q * WARP + lane)] = pairs;
+        const float square = fmaf(a.x, a.x, a.y * a.y) + fmaf(a.z, a.z, a.w * a.w);
+        ss += there ? square : 0.f;
       }
-      ss += flight.there[c] ? (squares[0] + squares[1]) + (squares[2] + squares[3]) : 0.f;
+      __syncwarp();
+#pragma unroll
+      for (int q = 0; q < LINES; q += 2) {
+        const uint4 pack = *reinterpret_cast<const uint4*>(shared + place(LINES * lane + q));
+        x[c][q][0] = pack.x, x[c][q][1] = pack.y, x[c][q + 1][0] = pack.z, x[c][q + 1][1] = pack.w;
+      }
     }
     return ss;
   }
+  // Of the i-th four elements, pairs of which stay together.
+  static DEVICE int place(int i) { return i ^ (i >> 3 & 2); }
 
   // The rows from j0 on that are in flight into the warp's sums, while those that take their place are requested.
   DEVICE void group(const Sum& sums, const DiagonalLane& lane, int j0) {
@@ -123,26 +154,22 @@ struct Diagonal {
       float s[G];
 #pragma unroll
       for (int r = 0; r < G; r += 2) {
-        float sum[PARTS][4] = {};
+        float sum[4] = {};
 #pragma unroll
         for (int c = 0; c < C; c++)
 #pragma unroll
           for (int i = 0; i < W::STEPS; i++) {
             uint32_t a[4];
             W::operand(a, flight.packs[r0 + r][c], flight.packs[r0 + r + 1][c], i);
-#pragma unroll
-            for (int p = 0; p < PARTS; p++) W::mma(sum[p], a, x[c][i][p]);
+            W::mma(sum, a, x[c][i]);
           }
         flight.replace(r0 + r);
 #pragma unroll
-        for (int q = 0; q < 2; q++) {
-          const auto diagonal = [&](int p) { return lane.odd ? sum[p][2 * q + 1] : sum[p][2 * q]; };
-          s[r + q] = NORMED ? fmaf(diagonal(PARTS - 1), W::LOW, diagonal(0)) : diagonal(0);
-        }
+        for (int q = 0; q < 2; q++) s[r + q] = lane.odd ? sum[2 * q + 1] : sum[2 * q];
       }
       const float sum = reduce_diagonal<G>(s, lane);
       const int j = j0 + r0 + lane.g / (8 / G);
-      if (lane.holds && lane.g % (8 / G) == 0 && j < sums.rows) sums.put(j, sum * (NORMED ? 1.f / W::X_SCALE : 1.f / W::PLAIN_SCALE));
+      if (lane.holds && lane.g % (8 / G) == 0 && j < sums.rows) sums.put(j, sum * (1.f / W::PLAIN_SCALE));
     }
   }
 

@@ -10,7 +10,7 @@ struct EachDiagonal : Diagonal<W_, C, R, NORMED, WARPS> {
   using One = Diagonal<W_, C, R, NORMED, WARPS>;
   using Sum = typename One::Sum;
   using One::flight;
-  static constexpr int PARTS = One::PARTS, STEPS = W_::STEPS, TOGETHER = 2 / PARTS;  // steps whose x is in a pack
+  static constexpr int STEPS = W_::STEPS, TOGETHER = 2;  // steps whose x is in a pack
   static constexpr int PACKS = C * STEPS / TOGETHER, BATCH = C < 2 ? 2 / C : 1;
   static constexpr int P = 2, Q = C == 1 && R > 4 ? 4 : P, EACH = 8 / Q, VALUES = 8;
   using Input = PassInput<PACKS>;
@@ -22,8 +22,8 @@ struct EachDiagonal : Diagonal<W_, C, R, NORMED, WARPS> {
     for (int c = 0; c < C; c++)
 #pragma unroll
       for (int i = 0; i < STEPS; i += TOGETHER) {
-        const auto& first = One::x[c][i][0];
-        const auto& second = One::x[c][i + TOGETHER - 1][PARTS - 1];
+        const auto& first = One::x[c][i];
+        const auto& second = One::x[c][i + 1];
         *x.at(m, (c * STEPS + i) / TOGETHER) = make_uint4(first[0], first[1], second[0], second[1]);
       }
   }
@@ -47,11 +47,12 @@ struct EachDiagonal : Diagonal<W_, C, R, NORMED, WARPS> {
   DEVICE void normed(const PassSums<Sum>& sums, int count, int K) {
 #pragma unroll 1
     for (int m0 = 0; m0 < count; m0 += BATCH) {
-      float raw[BATCH][C][W_::PACK];
+      float4 raw[BATCH][C][One::LINES];
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
-        flight.fetch(raw[b]);
-        flight.template further<float>(m0 + b + 1 < count ? K : 0);
+        One::fetch(raw[b]);
+        const int further = m0 + b + 1 < count ? K : 0;
+        One::h += further, One::h_at += further;
       }
 #pragma unroll
       for (int b = 0; b < BATCH; b++) {
@@ -59,6 +60,7 @@ struct EachDiagonal : Diagonal<W_, C, R, NORMED, WARPS> {
         const float square_sum = warp_sum(One::weigh(raw[b]));
         if (threadIdx.x % WARP == 0) sums.of(m0 + b).put(sums.chunk, square_sum);
         keep(m0 + b);
+        __syncwarp();
       }
     }
   }
@@ -71,7 +73,7 @@ struct EachDiagonal : Diagonal<W_, C, R, NORMED, WARPS> {
       for (int r = 0; r < R; r += Q) {
 #pragma unroll 1
         for (int m0 = 0; m0 < count && j0 + r < rows; m0 += EACH) {
-          float sum[EACH][Q / 2][PARTS][4] = {};
+          float sum[EACH][Q / 2][4] = {};
           Refill<P, Q, Flight<W_, C, R>> refill(flight, m0 + EACH >= count);
 #pragma unroll
           for (int c = 0; c < C; c++) {
@@ -92,8 +94,8 @@ struct EachDiagonal : Diagonal<W_, C, R, NORMED, WARPS> {
                 const uint32_t first[2] = {f.x, f.y}, second[2] = {f.z, f.w};
 #pragma unroll
                 for (int q = 0; q < Q / 2; q++) {
-                  W_::mma(sum[m][q][0], a[q][0], first);
-                  W_::mma(sum[m][q][PARTS - 1], a[q][TOGETHER - 1], second);
+                  W_::mma(sum[m][q], a[q][0], first);
+                  W_::mma(sum[m][q], a[q][1], second);
                 }
               }
             }
@@ -103,12 +105,12 @@ struct EachDiagonal : Diagonal<W_, C, R, NORMED, WARPS> {
           for (int m = 0; m < EACH; m++)
 #pragma unroll
             for (int q = 0; q < Q; q++) {
-              const auto diagonal = [&](int p) { return lane.odd ? sum[m][q / 2][p][2 * (q % 2) + 1] : sum[m][q / 2][p][2 * (q % 2)]; };
-              flat[Q * m + q] = NORMED ? fmaf(diagonal(PARTS - 1), W_::LOW, diagonal(0)) : diagonal(0);
+              const float(&pair)[4] = sum[m][q / 2];
+              flat[Q * m + q] = lane.odd ? pair[2 * (q % 2) + 1] : pair[2 * (q % 2)];
             }
           const float total = reduce_diagonal<VALUES>(flat, lane);
           const int m = m0 + lane.g / Q, j = j0 + r + lane.g % Q;
-          if (lane.holds && m < count && j < rows) sums.of(m).put(j, total * (NORMED ? 1.f / W_::X_SCALE : 1.f / W_::PLAIN_SCALE));
+          if (lane.holds && m < count && j < rows) sums.of(m).put(j, total * (1.f / W_::PLAIN_SCALE));
         }
       }
     __syncthreads();

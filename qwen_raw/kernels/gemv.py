@@ -16,23 +16,31 @@ WARP = 32
 PACKS = 8  # that a thread has in flight
 
 
+def packs_of(variant: str) -> int:
+    """C, the packs of a row that one thread of the variant holds."""
+    return int(variant[1])
+
+
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """A weight type's kernels by C, the packs of a row that one thread holds (gemv_fma.cuh, gemv_diagonal.cuh)."""
+    """A weight type's kernels: c and the packs of a row that a thread holds (gemv_fma.cuh), w: wide blocks."""
 
     pack: int  # weights in 16 bytes
-    add_threads: dict[int, int]  # C → the largest block of that variant, plain x
-    normed_threads: dict[int, int]  # the same for the kernels that normalise
+    add_threads: dict[str, int]  # variant → its largest block, plain x
+    normed_threads: dict[str, int]  # the same for the kernels that normalise
 
-    def choose(self, op: str, K: int) -> tuple[int, int, int]:
-        """(C, threads, the most of that variant): the fewest packs a thread with which whole warps can cover K."""
+    def choose(self, op: str, K: int) -> tuple[str, int, int]:
+        """(variant, threads, the most of that variant): the first of which whole warps can cover K."""
         table = self.add_threads if op in ("add", "store") else self.normed_threads
-        for C, most in table.items():
-            threads = -(-(K // self.pack) // (C * WARP)) * WARP
+        for variant, most in table.items():
+            threads = -(-(K // self.pack) // (packs_of(variant) * WARP)) * WARP
             if threads <= most:
-                return C, threads, most
-        longest = max(C * most for C, most in table.items()) * self.pack
-        raise QwenRawError(f"gemv_{op}: rows of {K} weights, the longest variant takes {longest}")
+                return variant, threads, most
+        raise QwenRawError(f"gemv_{op}: rows of {K} weights, the longest variant takes {self.longest(table)}")
+
+    def longest(self, table: dict[str, int]) -> int:
+        """The most weights that a row may have."""
+        return max(packs_of(variant) * most for variant, most in table.items()) * self.pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +63,11 @@ class Gemv:
         self, dev: Device, op: str, units: int, rows_per_unit: int, K: int, grid: int | None
     ) -> tuple[Kernel, int, int, int]:
         """The kernel of a product, its blocks, threads and bytes of shared memory."""
-        C, threads, largest = self.variants.choose(op, K)
-        kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_c{C}")
+        variant, threads, largest = self.variants.choose(op, K)
+        kernel = dev.kernel(self.stem, f"gemv_{op}_{'fp8' if self.fp8 else 'bf16'}_{variant}")
         blocks = smem = resident = 0
         # One wave: what a multiprocessor holds, at most so many. Fewer blocks need more memory each.
-        for per_sm in range(self.most_blocks(dev, threads, C, units * rows_per_unit), 0, -1):
+        for per_sm in range(self.most_blocks(dev, threads, packs_of(variant), units * rows_per_unit), 0, -1):
             blocks = min(units, grid or dev.sm_count * per_sm)
             smem = shared_bytes(units, blocks, rows_per_unit, largest)
             resident = dev.resident_blocks(kernel, threads, smem)

@@ -5,5 +5,7 @@ from qwen_raw.kernels.gemv import Gemv, Variants
 GEMV = Gemv(
     "gemv_bf16",
     fp8=False,
-    variants=Variants(pack=8, add_threads={1: 512, 2: 512, 4: 640, 8: 512}, normed_threads={1: 448, 2: 512}),
+    variants=Variants(
+        pack=8, add_threads={"c1": 512, "c2": 512, "c4": 640, "c8": 512}, normed_threads={"c1": 448, "c2": 512}
+    ),
 )

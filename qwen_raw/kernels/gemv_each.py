@@ -9,7 +9,7 @@ import numpy as np
 
 from qwen_raw.device import BF16, F32, I32, Arg, Buffer, Device, Kernel
 from qwen_raw.errors import require
-from qwen_raw.kernels.gemv import WARP, Gemv
+from qwen_raw.kernels.gemv import WARP, Gemv, packs_of
 from qwen_raw.kernels.gemv_exchange import Exchange
 from qwen_raw.kernels.gemv_rows import NoRoomError
 from qwen_raw.kernels.kv_cache import cache_args
@@ -42,7 +42,7 @@ class GemvEach:
     """One weight type's kernels."""
 
     gemv: Gemv  # the products of one token, whose bits these have: the same variants
-    threads: dict[str, dict[int, int]]  # the largest block by C: "plain", "exchange", "normed"
+    threads: dict[str, dict[str, int]]  # the largest block by variant: "plain", "exchange", "normed"
 
     small = 8 << 20  # bytes of weights that are read once for FEW rows rather than for all
 
@@ -51,14 +51,14 @@ class GemvEach:
         """Of the weight type."""
         return "fp8" if self.gemv.fp8 else "bf16"
 
-    def _variant(self, op: str, K: int) -> tuple[int, int, int]:
-        """(C, threads, the most of the one-token variant): that one's, which the bits follow from."""
+    def _variant(self, op: str, K: int) -> tuple[str, int, int]:
+        """(its name, threads, the most of the one-token variant): that one's, which the bits follow from."""
         normed = op in ("swiglu", "qkv", "logits")
-        C, threads, largest = self.gemv.variants.choose(op if normed else "store", K)
-        most = self.threads["normed" if normed else op if op == "exchange" else "plain"].get(C, 0)
+        variant, threads, largest = self.gemv.variants.choose(op if normed else "store", K)
+        most = self.threads["normed" if normed else op if op == "exchange" else "plain"].get(variant, 0)
         if threads > most:
             raise NoRoomError(f"gemv_each_{op}: rows of {K} weights take {threads} threads, the variant has {most}")
-        return C, threads, largest
+        return variant, threads, largest
 
     def shape(self, dev: Device, op: str, units: int, per_unit: int, K: int, M: int, room: int | None = None) -> Shape:
         """One wave, and as many rows of the pass a block as memory holds; weights that are small are read more often.
@@ -66,9 +66,10 @@ class GemvEach:
         `room`: no more blocks than so many. Only the time depends on any of it: the bits are those of any other shape.
         """
         require(1 <= M <= MAX_ROWS, f"{M} rows: 1 to {MAX_ROWS} are possible")
-        C, threads, largest = self._variant(op, K)
-        kernel = dev.kernel(f"gemv_each_{self.name}", f"gemv_each_{op}_{self.name}_c{C}")
-        x = threads * C * self.gemv.variants.pack * (4 if op in ("swiglu", "qkv", "logits") else 2)
+        variant, threads, largest = self._variant(op, K)
+        kernel = dev.kernel(f"gemv_each_{self.name}", f"gemv_each_{op}_{self.name}_{variant}")
+        wide = op in ("swiglu", "qkv", "logits") and not self.gemv.fp8  # fp32; else 16 bits
+        x = threads * packs_of(variant) * self.gemv.variants.pack * (4 if wide else 2)
         width, smem = -(-largest // (4 * WARP)) * 16, 0
         small = units * per_unit * K * (16 // self.gemv.variants.pack) <= self.small
         for groups in range(-(-M // FEW) if small else 1, M + 1):

@@ -6,8 +6,8 @@ from qwen_raw.kernels.gemv_each import GemvEach
 GEMV_EACH = GemvEach(
     GEMV,
     threads={
-        "plain": {1: 512, 2: 512, 4: 608, 8: 512},
-        "exchange": {1: 512, 2: 512, 4: 512},
-        "normed": {1: 448, 2: 512},
+        "plain": {"c1": 512, "c2": 512, "c4": 608, "c8": 512},
+        "exchange": {"c1": 512, "c2": 512, "c4": 512},
+        "normed": {"c1": 448, "c2": 512},
     },
 )

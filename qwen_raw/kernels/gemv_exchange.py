@@ -108,11 +108,11 @@ class GemvExchange:
 
     def takes(self, K: int) -> bool:
         """Whether there is a variant for rows of K weights."""
-        return max(C * most for C, most in self.gemv.variants.add_threads.items()) * self.gemv.variants.pack >= K
+        return self.gemv.variants.longest(self.gemv.variants.add_threads) >= K
 
     def _kernel(self, dev: Device, K: int) -> tuple[Kernel, int, int]:
-        C, threads, largest = self.gemv.variants.choose("store", K)
-        return dev.kernel(self.stem, f"{self.stem}_c{C}"), threads, largest
+        variant, threads, largest = self.gemv.variants.choose("store", K)
+        return dev.kernel(self.stem, f"{self.stem}_{variant}"), threads, largest
 
     def add(
         self,

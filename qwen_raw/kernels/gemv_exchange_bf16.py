@@ -5,5 +5,5 @@ from dataclasses import replace
 from qwen_raw.kernels.gemv_bf16 import GEMV
 from qwen_raw.kernels.gemv_exchange import GemvExchange
 
-VARIANTS = replace(GEMV.variants, add_threads={C: GEMV.variants.add_threads[C] for C in (1, 2, 4)})
+VARIANTS = replace(GEMV.variants, add_threads={v: GEMV.variants.add_threads[v] for v in ("c1", "c2", "c4")})
 EXCHANGE = GemvExchange("gemv_exchange_bf16", replace(GEMV, variants=VARIANTS))

@@ -5,5 +5,9 @@ from qwen_raw.kernels.gemv import Gemv, Variants
 GEMV = Gemv(
     "gemv_fp8",
     fp8=True,
-    variants=Variants(pack=16, add_threads={1: 256, 2: 640, 4: 512}, normed_threads={1: 224, 2: 512}),
+    variants=Variants(
+        pack=16,
+        add_threads={"c1": 256, "c2": 640, "c4": 512},
+        normed_threads={"c1": 224, "c1w": 512, "c2": 512},
+    ),
 )

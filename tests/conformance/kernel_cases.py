@@ -73,8 +73,8 @@ def rounded(bits: Array, slack: Array | float = 0.0, *, f16: bool = False, share
 
 # ---- GEMV: the same fmaf chains and shuffles on both machines ----------------------------------------------
 # Row lengths K that take each variant of C packs a thread: one tail longer than the variant before covers.
-NORMED = {"bf16": {1: 136, 2: 4232}, "fp8": {1: 272, 2: 4368}}
-ADD = {"bf16": NORMED["bf16"] | {4: 8328, 8: 20616}, "fp8": NORMED["fp8"] | {4: 20496}}
+NORMED = {"bf16": {"c1": 136, "c2": 4232}, "fp8": {"c1": 272, "c1w": 4368, "c2": 8208}}
+ADD = {"bf16": NORMED["bf16"] | {"c4": 8328, "c8": 20616}, "fp8": {"c1": 272, "c2": 4368, "c4": 20496}}
 
 
 def gemv_cases(gemv: Any) -> list[Case]:
@@ -89,15 +89,15 @@ def gemv_cases(gemv: Any) -> list[Case]:
     if not gemv.fp8:
         ops["logits"] = gemv_logits
 
-    def case(op: str, C: int, K: int) -> Case:
-        return Case(f"gemv_{op}_{suffix}_c{C}", lambda machine, rng: ops[op](machine.dev, rng, gemv, K))
+    def case(op: str, variant: str, K: int) -> Case:
+        return Case(f"gemv_{op}_{suffix}_{variant}", lambda machine, rng: ops[op](machine.dev, rng, gemv, K))
 
-    def choice(C: int, K: int) -> Case:
-        return Case(f"gemv_choose_{suffix}_c{C}", lambda machine, rng: gemv_choose(machine, rng, gemv, K))
+    def choice(variant: str, K: int) -> Case:
+        return Case(f"gemv_choose_{suffix}_{variant}", lambda machine, rng: gemv_choose(machine, rng, gemv, K))
 
-    choices = [] if gemv.fp8 else [choice(C, K) for C, K in NORMED[suffix].items()]
+    choices = [] if gemv.fp8 else [choice(variant, K) for variant, K in NORMED[suffix].items()]
     return choices + [
-        case(op, C, K) for op in ops for C, K in (ADD if op in ("add", "store") else NORMED)[suffix].items()
+        case(op, v, K) for op in ops for v, K in (ADD if op in ("add", "store") else NORMED)[suffix].items()
     ]
 
 

@@ -68,6 +68,12 @@ def test_swiglu(dev: Any, rng: np.random.Generator, each: GemvEach, most: None, 
     assert np.isfinite(bf16_to_f32(act.download())).all()
 
 
+def test_long_rows_of_e4m3(dev: Any, rng: np.random.Generator) -> None:
+    """Two packs a thread with normed inputs, which no bf16 row is long enough for."""
+    assert EACH_FP8.gemv.variants.choose("swiglu", 8208)[0] == "c2"
+    test_swiglu(dev, rng, EACH_FP8, None, 3, 2, 8208)
+
+
 @pytest.mark.parametrize(("M", "V", "K"), NORMED)
 def test_logits(dev: Any, rng: np.random.Generator, most: None, M: int, V: int, K: int) -> None:
     w, _ = make_linear(dev, rng, V, K, fp8=False)
