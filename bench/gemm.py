@@ -3,18 +3,20 @@
     python -m bench.gemm [--model 7b …] [--tp 1 …] [--dtype bf16 fp8] [--tokens 128 …] [--stage qkv …]
                          [--chosen-only] [--no-peers]
 
-A product runs in a graph over enough copies of its weights to leave the L2 behind (at least 256 MiB), with its own
-epilogue: QKV with bias, RoPE and cache, gate and up with SwiGLU, O and down added to an fp32 residual stream. cuBLASLt
-computes the bare product into bf16, by the algorithm that its heuristics put first. TFLOP/s counts 2·T·N·K, GB/s the
-weights. Both run in turns, so that neither has the cooler GPU, and the file is written after each weight type.
-"chosen" is what the launchers take by themselves.
+A product runs in a graph over enough copies of its weights to leave the L2 behind (at least 256 MiB), in two ways: as
+an operation, with what a rank needs behind it ("us": QKV with bias, RoPE and cache, gate and up with SwiGLU, O and down
+added to an fp32 residual stream, or stored as bf16 where ranks sum them), and bare into bf16 ("bare_us"). cuBLASLt
+computes the bare product into bf16, by the algorithm that its heuristics put first, so "bare_ratio" is like for like;
+"ratio" is the operation against the same time. TFLOP/s counts 2·T·N·K, GB/s the weights. All run in turns, so that
+none has the cooler GPU, and the file is written after each weight type. "chosen" is what the launchers take by
+themselves.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from qwen_raw.kernels.linear import Linear
 from qwen_raw.kernels.synthetic import synthetic_bf16, synthetic_e4m3
 
 ROTATE_BYTES = 256 << 20
-OPS = {"qkv": "qkv", "o": "add", "gate_up": "swiglu", "down": "add"}  # stage → operation
+STAGES = ("qkv", "o", "gate_up", "down")
 TARGET_MS = 4.0  # of a graph
 
 
@@ -43,7 +45,7 @@ class Case:
 
     dev: CudaDevice
     gemm: GemmSm90
-    stage: str
+    op: str
     T: int
     N: int
     K: int
@@ -51,9 +53,15 @@ class Case:
     x: Tokens
     out: list[Buffer]
 
+    def bare(self) -> Case:
+        """The same product into bf16, with nothing behind it."""
+        return replace(self, op="store", out=[self.dev.empty((self.T, self.N), BF16)])
+
     @property
-    def op(self) -> str:
-        return OPS[self.stage]
+    def own(self) -> Choice:
+        """What the launchers take."""
+        HD = self.out[0].shape[2] if self.op == "qkv" else 128
+        return choose(self.op, self.T, self.N, self.slices, self.dev.sm_count, HD)
 
     @property
     def slices(self) -> int:
@@ -69,16 +77,13 @@ class Case:
                 q, k, v, bias, rope, span = out
                 gemm.qkv(dev, q, k, v, x, w, bias, rope, span, choice)
             elif self.op == "swiglu":
-                gemm.swiglu(dev, out[0], x, self._half(w, 0), self._half(w, 1), choice)
-            else:
+                gemm.swiglu(dev, out[0], x, w.rows(0, self.N // 2), w.rows(self.N // 2, self.N // 2), choice)
+            elif self.op == "add":
                 gemm.add(dev, out[0], x, w, choice)
+            else:
+                gemm.store(dev, out[0], x, w, choice)
 
         return run
-
-    def _half(self, w: Linear, part: int) -> Linear:
-        n = self.N // 2
-        scale = w.scale.view((n,), part * n) if w.scale is not None else None
-        return Linear(w.weight.view((n, self.K), part * n * self.K), scale)
 
     def choices(self) -> list[Choice]:
         """Every variant that suits the number of tokens, every way to cut its tiles."""
@@ -110,9 +115,12 @@ def shapes(c: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def make_case(
-    dev: CudaDevice, gemm: GemmSm90, c: ModelConfig, tp: int, stage: str, T: int, weights: list[Linear]
-) -> Case:
+def operation(stage: str, tp: int) -> str:
+    """What a rank does in a stage."""
+    return {"qkv": "qkv", "gate_up": "swiglu"}.get(stage, "add" if tp == 1 else "store")
+
+
+def make_case(dev: CudaDevice, gemm: GemmSm90, c: ModelConfig, tp: int, op: str, T: int, weights: list[Linear]) -> Case:
     """`weights`: made by make_weights."""
     N, K = weights[0].weight.shape
     values = dev.empty((T, K), E4M3 if gemm.fp8 else BF16)
@@ -122,14 +130,14 @@ def make_case(
         scale = dev.array(np.full(T, 1e-2, np.float32))
     else:
         synthetic_bf16(dev, values, 3, 1, 1.0)
-    out: list[Buffer] = [dev.zeros((T, N), F32)]
-    if stage == "qkv":
+    out: list[Buffer] = [dev.zeros((T, N), F32 if op == "add" else BF16)]
+    if op == "qkv":
         kv = max(1, c.KV // tp)
         out = [dev.zeros((T, c.H // tp, c.HD), BF16), *(dev.zeros((kv, T, c.HD), BF16) for _ in range(2))]
         out += [dev.zeros((N,), F32), dev.zeros((T, c.HD // 2, 2), F32), dev.array(np.array([0, T], np.int32))]
-    if stage == "gate_up":
+    if op == "swiglu":
         out = [dev.zeros((T, N // 2), BF16)]
-    return Case(dev, gemm, stage, T, N, K, weights, Tokens(values, scale), out)
+    return Case(dev, gemm, op, T, N, K, weights, Tokens(values, scale), out)
 
 
 def make_weights(dev: CudaDevice, N: int, K: int, fp8: bool) -> list[Linear]:
@@ -164,38 +172,47 @@ def graphs_us(dev: CudaDevice, launches: list[Callable[[int], None]], expected_u
 
 
 def measure(case: Case, lt: CublasLt | None, common: dict[str, Any], ceiling: float, *, every: bool) -> dict[str, Any]:
-    """One row: the launchers' choice, cuBLASLt, and with `every` all other choices."""
+    """One row: the launchers' choices for the operation and the bare product, cuBLASLt, and with `every` all others."""
     dev, flop = case.dev, 2 * case.T * case.N * case.K
     nbytes = case.weights[0].weight.nbytes
     expected = max(flop / (900e6 if case.gemm.fp8 else 550e6), nbytes / 3.5e6)
-    HD = case.out[0].shape[2] if case.op == "qkv" else 128
-    own = choose(case.op, case.T, case.N, case.slices, dev.sm_count, HD)
-    launches = [case.launch(own)]
+    bare = case if case.op == "store" else case.bare()
+    launches = [case.launch(case.own)] if bare is case else [case.launch(case.own), bare.launch(bare.own)]
     if lt is not None:
         product = lt.product(case.T, case.N, case.K, fp8=case.gemm.fp8, scale=case.x.scale)
         c, stream = dev.empty((case.T, case.N), BF16), int(dev.stream.handle)
         weights = [w.weight for w in case.weights]
         launches.append(lambda i: product.launch(c, case.x.values, weights[i % len(weights)], stream))
-    us, *theirs = graphs_us(dev, launches, expected)
-    chosen: dict[str, Any] = {"variant": own.variant.name, "pieces": own.pieces, "us": us}
-    tried = [chosen]
-    for choice in case.choices() if every else []:
-        (other,) = graphs_us(dev, [case.launch(choice)], expected)
-        tried.append({"variant": choice.variant.name, "pieces": choice.pieces, "us": other})
-    tried.sort(key=lambda t: t["us"])
-    row = common | {"op": case.stage, "tokens": case.T, "N": case.N, "K": case.K, "chosen": chosen, "tried": tried}
-    row |= {"us": us, "tflop_s": flop / us / 1e6, "gb_s": nbytes / us / 1e3, "of_read": nbytes / us * 1e6 / ceiling}
-    text = f"{us:8.1f} µs {row['tflop_s']:6.0f} TFLOP/s {row['gb_s']:6.0f} GB/s"
-    for us_lt in theirs:
-        row |= {"cublas_us": us_lt, "cublas_tflop_s": flop / us_lt / 1e6, "ratio": us_lt / us}
-        text += f"   cuBLAS {us_lt:8.1f} µs {row['cublas_tflop_s']:6.0f}   ratio {us_lt / us:5.2f}"
-    others = "  ".join(f"{t['variant']}/{t['pieces']} {t['us']:.1f}" for t in tried[:6])
+    times = graphs_us(dev, launches, expected)
+    us, us_bare, us_lt = times[0], times[len(launches) - 1 - (lt is not None)], times[-1] if lt else None
+    row = common | {"operation": case.op, "tokens": case.T, "N": case.N, "K": case.K}
+    row |= {"chosen": described(case.own) | {"us": us}, "bare_chosen": described(bare.own) | {"us": us_bare}}
+    for key, one in (("tried", case), ("bare_tried", bare)) if every else ():
+        choices = one.choices()
+        them = graphs_us(dev, [one.launch(choice) for choice in choices], expected)
+        tried = [described(choice) | {"us": t} for choice, t in zip(choices, them, strict=True)]
+        row[key] = sorted(tried, key=lambda t: t["us"])
+    row |= {"us": us, "bare_us": us_bare, "tflop_s": flop / us / 1e6, "bare_tflop_s": flop / us_bare / 1e6}
+    row |= {"gb_s": nbytes / us / 1e3, "of_read": nbytes / us * 1e6 / ceiling}
+    text = f"{us:8.1f} µs {row['tflop_s']:6.0f} TFLOP/s {row['gb_s']:6.0f} GB/s, bare {us_bare:8.1f} µs"
+    if us_lt is not None:
+        row |= {"cublas_us": us_lt, "cublas_tflop_s": flop / us_lt / 1e6}
+        row |= {"ratio": us_lt / us, "bare_ratio": us_lt / us_bare}
+        text += f", cuBLAS {us_lt:8.1f} µs {row['cublas_tflop_s']:6.0f}"
+        text += f"   ratio {us_lt / us:5.2f}, bare {us_lt / us_bare:5.2f}"
+    for key in ("tried", "bare_tried"):
+        text += "   " + "  ".join(f"{t['variant']}/{t['pieces']} {t['us']:.1f}" for t in row.get(key, [])[:6])
     print(
-        f"{common['model']:4} tp{common['tp']} {common['dtype']} {case.stage:8} {case.T:5} × {case.N:5} × {case.K:5} "
-        f"{text}   {others}",
+        f"{common['model']:4} tp{common['tp']} {common['dtype']} {common['op']:8} {case.T:5} × {case.N:5} × {case.K:5} "
+        f"{text}",
         flush=True,
     )
     return row
+
+
+def described(choice: Choice) -> dict[str, Any]:
+    """A choice as a result names it."""
+    return {"variant": choice.variant.name, "pieces": choice.pieces}
 
 
 def main() -> int:
@@ -204,7 +221,7 @@ def main() -> int:
     parser.add_argument("--tp", nargs="+", type=positive, default=[1])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--tokens", nargs="+", type=positive, default=[16, 64, 128, 256, 512, 1024, 2048])
-    parser.add_argument("--stage", nargs="+", default=list(OPS), choices=list(OPS), help="products of a layer")
+    parser.add_argument("--stage", nargs="+", default=STAGES, choices=STAGES, help="products of a layer")
     parser.add_argument("--no-peers", action="store_true", help="without cuBLASLt")
     parser.add_argument("--chosen-only", action="store_true", help="only what the launchers take by themselves")
     result_arguments(parser, "gemm_MODEL_tpN.json")
@@ -222,21 +239,20 @@ def main() -> int:
         gemm = gemms[dtype].create(dev)
         for size in a.model:
             for tp in a.tp:
-                common = {"model": size, "tp": tp, "dtype": dtype}
                 for stage, (N, K) in shapes(SIZES[size], tp).items():
                     if stage not in a.stage:
                         continue
                     weights = make_weights(dev, N, K, gemm.fp8)
+                    common = {"model": size, "tp": tp, "dtype": dtype, "op": stage}
                     for T in a.tokens:
-                        case = make_case(dev, gemm, SIZES[size], tp, stage, T, weights)
+                        case = make_case(dev, gemm, SIZES[size], tp, operation(stage, tp), T, weights)
                         rows.append(measure(case, lt, common, ceiling, every=not a.chosen_only))
         save("gemm", env, rows, a.output, variant)
-    ratios = [row["ratio"] for row in rows if "ratio" in row]
-    if ratios:
-        ahead = sum(r >= 1 for r in ratios)
-        print(
-            f"# of cuBLASLt: geometric mean {statistics.geometric_mean(ratios):.3f}, ahead at {ahead} of {len(ratios)}"
-        )
+    for key, what in (("bare_ratio", "bare products"), ("ratio", "operations")):
+        ratios = [row[key] for row in rows if key in row]
+        if ratios:
+            mean, ahead = statistics.geometric_mean(ratios), sum(r >= 1 for r in ratios)
+            print(f"# {what} of cuBLASLt: geometric mean {mean:.3f}, ahead at {ahead} of {len(ratios)}")
     dev.close()
     return 0
 

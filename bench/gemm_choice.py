@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.common import check_shares, command, environment, result_arguments, save
-from bench.gemm import Case, graphs_us, make_case, make_weights, shapes
+from bench.gemm import Case, graphs_us, make_case, make_weights, operation, shapes
 from loaders.synthetic import SIZES
 from qwen_raw.cli.arguments import Parser, positive
 from qwen_raw.device import BF16, E4M3, F32
@@ -29,42 +29,37 @@ from qwen_raw.kernels.products import Products, Sm90Products
 KEY = ("dtype", "op", "N", "K", "tokens")
 
 
-def operation(stage: str, tp: int) -> str:
-    """What a rank does in a stage."""
-    return {"qkv": "qkv", "gate_up": "swiglu"}.get(stage, "add" if tp == 1 else "store")
-
-
-def launch(products: Products, case: Case, op: str) -> Callable[[int], None]:
+def launch(products: Products, case: Case) -> Callable[[int], None]:
     """The i-th launch of a whole operation."""
     dev, x, out = case.dev, case.x, case.out
 
     def run(i: int) -> None:
         w = case.weights[i % len(case.weights)]
-        if op == "qkv":
+        if case.op == "qkv":
             q, k, v, bias, rope, span = out
             products.qkv(dev, q, k, v, x, w, bias, rope, span)
-        elif op == "swiglu":
+        elif case.op == "swiglu":
             products.swiglu(dev, out[0], x, w.rows(0, case.N // 2), w.rows(case.N // 2, case.N // 2))
-        elif op == "add":
+        elif case.op == "add":
             products.add(dev, out[0], x, w)
         else:
-            products.store(dev, out[0].view(out[0].shape, dtype=BF16), x, w)
+            products.store(dev, out[0], x, w)
 
     return run
 
 
-def measure(case: Case, op: str, own: Sm90Products, lt: CublasLt) -> dict[str, Any]:
+def measure(case: Case, own: Sm90Products, lt: CublasLt) -> dict[str, Any]:
     """Microseconds of both; cuBLASLt's are None where it has no algorithm."""
     dev, T = case.dev, case.T
     theirs = LtProducts(own, lt, always, dev.empty((T * case.N,), BF16))
-    row: dict[str, Any] = {"op": op, "N": case.N, "K": case.K, "tokens": T}
+    row: dict[str, Any] = {"op": case.op, "N": case.N, "K": case.K, "tokens": T}
     expected = max(2e-6 * T * case.N * case.K / (900 if own.gemm.fp8 else 550), 5.0)
     try:
-        launch(theirs, case, op)(0)
+        launch(theirs, case)(0)
     except QwenRawError as error:
-        (us,) = graphs_us(dev, [launch(own, case, op)], expected)
+        (us,) = graphs_us(dev, [launch(own, case)], expected)
         return row | {"own_us": us, "cublaslt_us": None, "because": str(error)}
-    us, us_lt = graphs_us(dev, [launch(own, case, op), launch(theirs, case, op)], expected)
+    us, us_lt = graphs_us(dev, [launch(own, case), launch(theirs, case)], expected)
     return row | {"own_us": us, "cublaslt_us": us_lt}
 
 
@@ -113,8 +108,8 @@ def main() -> int:
                 for stage, (N, K) in shapes(SIZES[size], tp).items():
                     op, weights = operation(stage, tp), make_weights(dev, N, K, fp8)
                     for T in a.tokens:
-                        case = make_case(dev, gemm, SIZES[size], tp, stage, T, weights)
-                        rows.append({"model": size, "tp": tp, "dtype": dtype} | measure(case, op, own, lt))
+                        case = make_case(dev, gemm, SIZES[size], tp, op, T, weights)
+                        rows.append({"model": size, "tp": tp, "dtype": dtype} | measure(case, own, lt))
                         print(line(rows[-1]), flush=True)
         save("gemm_choice", env, rows, a.output)
         if a.table:

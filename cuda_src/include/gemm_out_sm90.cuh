@@ -143,9 +143,10 @@ DEVICE void put_bf16_box(unsigned char* box, const Word& word) {
     stmatrix_x4(box + row * SWIZZLE_ROW + ((j + piece) ^ (row % 8)) * 16, w);
   }
 }
-// fp32: sums of column tiles j0 … j0 + 3, 32 columns. Rows of odd g write tile j ^ 2 where even ones write j: no two lanes meet in a bank.
+// fp32: sums of column tiles j0 … j0 + 3, 32 columns, of which the first `none` tiles are zeros, an even number. Rows of odd g write tile j ^ 2
+// where even ones write j: no two lanes meet in a bank.
 template <class Sums>
-DEVICE void put_f32_box(unsigned char* box, const Sums& sum, int j0) {
+DEVICE void put_f32_box(unsigned char* box, const Sums& sum, int j0, int none) {
   const int lane = int(threadIdx.x) % WARP, g = lane / 4, t = lane % 4;
   const bool odd = g & 1;
 #pragma unroll
@@ -153,7 +154,9 @@ DEVICE void put_f32_box(unsigned char* box, const Sums& sum, int j0) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int even_at = 4 * (j0 + j) + 2 * i, odd_at = 4 * (j0 + (j ^ 2)) + 2 * i;
-      const float x = odd ? sum[0][odd_at] : sum[0][even_at], y = odd ? sum[0][odd_at + 1] : sum[0][even_at + 1];
+      const float even_x = j < none ? 0.f : sum[0][even_at], even_y = j < none ? 0.f : sum[0][even_at + 1];
+      const float odd_x = (j ^ 2) < none ? 0.f : sum[0][odd_at], odd_y = (j ^ 2) < none ? 0.f : sum[0][odd_at + 1];
+      const float x = odd ? odd_x : even_x, y = odd ? odd_y : even_y;
       const int row = int(threadIdx.x) % WARPGROUP / WARP * 16 + 8 * i + g, piece = (odd ? j ^ 2 : j) * 2 + t / 2;
       *reinterpret_cast<float2*>(box + row * SWIZZLE_ROW + (piece ^ g) * 16 + t % 2 * 8) = make_float2(x, y);
     }
@@ -174,12 +177,13 @@ struct AddManyTokens {
     const Boxes<Shape, SLOTS> boxes{tray};
     const int t = group_token(p);
 #pragma unroll
-    for (int i = 0; i < Shape::BN / WIDTH; i++) {
-      const int n = q * Shape::BN + i * WIDTH;
+    for (int i = 0; i < (Shape::BN + WIDTH - 1) / WIDTH; i++) {
+      const int column = box_column<Shape::BN, WIDTH>(i), none = i * WIDTH - column;  // what a box before this one has is not added twice
+      const int n = q * Shape::BN + column;
       if (t >= T || n >= N) break;  // all threads
       boxes.begin(i);
-      scale.tiles(sum, i * 4, 4);
-      put_f32_box(boxes.box(i), sum, i * 4);
+      scale.tiles(sum, i * 4, 4 - none / 8);
+      put_f32_box(boxes.box(i), sum, column / 8, none / 8);
       boxes.end(i, [&](const void* box) { tma_add_2d(h, box, n, t); });
     }
   }

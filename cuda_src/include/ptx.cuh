@@ -367,7 +367,8 @@ DEVICE void wgmma_operand(uint32_t (&a)[REGS]) {
 #define SM90_T8 SM90_T4 ",%4,%5,%6,%7"
 #define SM90_T16 SM90_T8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define SM90_T32 SM90_T16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define SM90_T64 SM90_T32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define SM90_T56 SM90_T32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
+#define SM90_T64 SM90_T56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define SM90_T72 SM90_T64 ",%64,%65,%66,%67,%68,%69,%70,%71"
 #define SM90_T80 SM90_T72 ",%72,%73,%74,%75,%76,%77,%78,%79"
 #define SM90_T96 SM90_T64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
@@ -383,6 +384,7 @@ DEVICE void wgmma_operand(uint32_t (&a)[REGS]) {
   else if constexpr (REGS == 8) SM90_WGMMA("16", type, tail, SM90_T8, "8", "9", "10", SM90_D8(0));                                    \
   else if constexpr (REGS == 16) SM90_WGMMA("32", type, tail, SM90_T16, "16", "17", "18", SM90_D8(0), SM90_D8(8));                    \
   else if constexpr (REGS == 32) SM90_WGMMA("64", type, tail, SM90_T32, "32", "33", "34", SM90_D32(0));                               \
+  else if constexpr (REGS == 56) SM90_WGMMA("112", type, tail, SM90_T56, "56", "57", "58", SM90_D32(0), SM90_D8(32), SM90_D8(40), SM90_D8(48));\
   else if constexpr (REGS == 64) SM90_WGMMA("128", type, tail, SM90_T64, "64", "65", "66", SM90_D32(0), SM90_D32(32));                \
   else if constexpr (REGS == 72) SM90_WGMMA("144", type, tail, SM90_T72, "72", "73", "74", SM90_D32(0), SM90_D32(32), SM90_D8(64));    \
   else if constexpr (REGS == 80)                                                                                                      \
@@ -391,7 +393,7 @@ DEVICE void wgmma_operand(uint32_t (&a)[REGS]) {
   else if constexpr (REGS == 112)                                                                                                     \
     SM90_WGMMA("224", type, tail, SM90_T112, "112", "113", "114", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D8(96), SM90_D8(104)); \
   else {                                                                                                                              \
-    static_assert(REGS == 128, "N is 8, 16, 32, 64, 128, 144, 160, 192, 224 or 256");                                                                  \
+    static_assert(REGS == 128, "N is 8, 16, 32, 64, 112, 128, 144, 160, 192, 224 or 256");                                                                  \
     SM90_WGMMA("256", type, tail, SM90_T128, "128", "129", "130", SM90_D32(0), SM90_D32(32), SM90_D32(64), SM90_D32(96));             \
   }
 // k = 16 bf16.

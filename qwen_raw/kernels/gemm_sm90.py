@@ -74,6 +74,7 @@ VARIANTS = {
         Variant("few16", True, 16, 6, 2),
         Variant("few64", True, 64, 4, 2),
         Variant("cut128", False, 128, 5, 1, 0, 0.42),
+        Variant("many112", False, 112, 7, 1, 2, 0.37),
         Variant("many128", False, 128, 6, 1, 2, 0.42),
         Variant("many144", False, 144, 6, 1, 2, 0.44),
         Variant("many160", False, 160, 6, 1, 2, 0.48),
@@ -91,9 +92,9 @@ CUTS = tuple(CUT_CLUSTERS)
 _EVERYWHERE = (*FEW, "many128", "many256")
 OPERATIONS = {
     "qkv": (*FEW, "many128", "many144", "many160", "many192", "many256", "cut128"),
-    "add": (*_EVERYWHERE, "many192", "many224", "cut128"),
-    "store": (*_EVERYWHERE, "many192", "many224", "cut128"),
-    "swiglu": (*_EVERYWHERE, "many144", "many224"),
+    "add": (*_EVERYWHERE, "many112", "many192", "many224", "cut128"),
+    "store": (*_EVERYWHERE, "many112", "many144", "many160", "many192", "many224", "cut128"),
+    "swiglu": (*_EVERYWHERE, "many144", "many192", "many224"),
     # Of tokens with a scale for each slice.
     "add_blocks": ("many128", "many192", "many224", "many256"),
 }
