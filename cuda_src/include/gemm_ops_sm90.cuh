@@ -130,10 +130,11 @@ template <class Product, class Shape>
 DEVICE void gemm_qkv(const GemmArgs& a, const QkvTarget& to) {
   constexpr int ROWS = Shape::FEW ? GEMM_P : Shape::BN;
   const int half = 1 << to.shift, rows = to.heads() * 2 * half;
-  if constexpr (ROWS % 128 != 0) return gemm_run<Product, Shape>(a, rows, HeadOperand<ROWS>{a.w, a.y}, QkvManyTokens<Shape>{to});
   const PairOperand<ROWS> weights(a.w, half, half, 2 * half, half);
   if constexpr (Shape::CUT)
-    gemm_run<Product, Shape>(a, rows, weights, QkvCutTile<Shape>{to});
+    gemm_run<Product, Shape>(a, rows, PlainOperand<ROWS>{a.w}, QkvCutTile<Shape>{to});  // a tile is a head
+  else if constexpr (ROWS % 128 != 0)
+    gemm_run<Product, Shape>(a, rows, HeadOperand<ROWS>{a.w, a.y}, QkvManyTokens<Shape>{to});
   else if constexpr (Shape::FEW)
     gemm_run<Product, Shape>(a, rows, weights, QkvFewTokens<Shape>{to});
   else

@@ -14,8 +14,8 @@ struct GemmShape {
   static constexpr bool FEW = FEW_TOKENS;
   static constexpr int BN = TILE_WIDTH, STAGES = RING_STAGES, BLOCKS = BLOCKS_PER_SM, CLUSTER = CLUSTER_BLOCKS ? CLUSTER_BLOCKS : 1;
   static constexpr bool CUT = CLUSTER_BLOCKS == 0;
-  // Where tiles are cut the producer is one warp, and no registers move.
-  static constexpr int THREADS = GEMM_CONSUMERS + (CUT ? WARP : WARPGROUP);
+  // Where tiles are cut the producers are two warps, and no registers move.
+  static constexpr int THREADS = GEMM_CONSUMERS + (CUT ? 2 * WARP : WARPGROUP);
   // A consumer thread's sums: of each slab of 64 rows that its warpgroup multiplies, and of the columns that it multiplies it with.
   static constexpr int SLABS = FEW ? 2 : 1, REGS = BN / 2 / SLABS;
   using Sums = float[SLABS][REGS];
@@ -103,7 +103,7 @@ struct GemmRing {
   DEVICE void init() const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < STAGES; s++) {
-        mbarrier_init(full(s), 1);
+        mbarrier_init(full(s), 2);  // both feeding threads
         mbarrier_init(empty(s), Shape::CLUSTER * (GEMM_CONSUMERS / WARP));
       }
       if (Shape::CUT) push_init(pushed());
@@ -130,75 +130,43 @@ struct GemmRing {
   }
 };
 
-// The producer's position in the block's work: a tile's slices, then its trays.
-template <int CLUSTER, int SLOTS>
-struct GemmCursor {
-  GemmSchedule<CLUSTER> schedule;
-  GemmWork work;
-  bool more;
-  DEVICE explicit GemmCursor(const GemmPlan<CLUSTER>& plan) : schedule(plan), work{}, more(schedule.next(work)) {}
-  DEVICE bool tray() const { return work.k0 >= work.k1; }
-  DEVICE void next() {
-    if (++work.k0 == work.k1 + SLOTS) more = schedule.next(work);
-  }
-};
-
-// The producer stays until all stages have been given back: an arrival from the other block must not find this one gone. `first`: the ring
-// has not been gone round.
-template <class Shape>
-DEVICE void gemm_stay(const GemmRing<Shape>& ring, RingPosition<Shape::STAGES> r, bool first) {
-  const int stages = first ? r.stage : Shape::STAGES;
-  if (first) r = {0, 1};
-  for (int i = 0; i < stages; i++, r.next()) mbarrier_wait(ring.empty(r.stage), r.parity ^ 1);
-}
-
-// One thread: every slice of the block's work into the ring; of the first ones the weights before griddep_wait.
-template <class Product, class Shape, int SLOTS, class P, class Q>
-DEVICE void gemm_produce(const GemmRing<Shape>& ring, const GemmPlan<Shape::CLUSTER>& plan, const P& p, const Q& q) {
-  using Cursor = GemmCursor<Shape::CLUSTER, SLOTS>;
-  const auto load_p = [&](const GemmWork& w, int s) {
-    if (Shape::CLUSTER > 1 && plan.share_p)
-      p.share(ring.p(s), ring.full(s), w.p, w.k0 * Product::K, plan.rank());
-    else
-      p.load(ring.p(s), ring.full(s), w.p, w.k0 * Product::K);
-  };
-  const auto load_q = [&](const GemmWork& w, int s) {
-    if (Shape::CLUSTER > 1 && !plan.share_p)
-      q.share(ring.q(s), ring.full(s), w.q, w.k0 * Product::K, plan.rank());
-    else
-      q.load(ring.q(s), ring.full(s), w.q, w.k0 * Product::K);
-  };
-  Cursor ahead(plan), at(plan);
-  for (int s = 0; s < Shape::STAGES && ahead.more; s++, ahead.next()) {
-    if (ahead.tray()) {
-      mbarrier_arrive(ring.full(s));
-      continue;
-    }
-    mbarrier_arrive_expect_tx(ring.full(s), GemmRing<Shape>::STAGE_BYTES);
-    if (Shape::FEW)
-      load_p(ahead.work, s);
-    else
-      load_q(ahead.work, s);
-  }
-  griddep_wait();
+// One thread for each operand brings its slices into the ring, `bytes` of a stage: load(work, stage, k). It stays until all stages have been given
+// back: an arrival from the other block must not find this one gone.
+template <class Product, class Shape, int SLOTS, class Load>
+DEVICE void gemm_feed(const GemmRing<Shape>& ring, const GemmPlan<Shape::CLUSTER>& plan, int bytes, const Load& load) {
+  GemmSchedule<Shape::CLUSTER> schedule(plan);
   RingPosition<Shape::STAGES> r;
-  bool first = true;
-  for (; at.more; at.next()) {
-    if (!first) {
+  for (GemmWork w; schedule.next(w);) {
+    for (int k = w.k0; k < w.k1; k++, r.next()) {
+      mbarrier_wait(ring.empty(r.stage), r.parity ^ 1);  // of a stage that nobody has used yet: at once
+      mbarrier_arrive_expect_tx(ring.full(r.stage), bytes);
+      load(w, r.stage, k * Product::K);
+    }
+    for (int i = 0; i < SLOTS; i++, r.next()) {  // trays
       mbarrier_wait(ring.empty(r.stage), r.parity ^ 1);
-      if (at.tray())
-        mbarrier_arrive(ring.full(r.stage));
-      else
-        mbarrier_arrive_expect_tx(ring.full(r.stage), GemmRing<Shape>::STAGE_BYTES);
+      mbarrier_arrive(ring.full(r.stage));
     }
-    if (!at.tray()) {
-      if (!first || !Shape::FEW) load_p(at.work, r.stage);
-      if (!first || Shape::FEW) load_q(at.work, r.stage);
-    }
-    r.next();
-    if (r.stage == 0) first = false;
   }
-  if (Shape::CLUSTER > 1) gemm_stay(ring, r, first);
+  if (Shape::CLUSTER > 1)
+    for (int i = 0; i < Shape::STAGES; i++, r.next()) mbarrier_wait(ring.empty(r.stage), r.parity ^ 1);
+}
+template <class Product, class Shape, int SLOTS, class P>
+DEVICE void gemm_feed_p(const GemmRing<Shape>& ring, const GemmPlan<Shape::CLUSTER>& plan, const P& p) {
+  gemm_feed<Product, Shape, SLOTS>(ring, plan, GemmRing<Shape>::P_BYTES, [&](const GemmWork& w, int stage, int k) {
+    if (Shape::CLUSTER > 1 && plan.share_p)
+      p.share(ring.p(stage), ring.full(stage), w.p, k, plan.rank());
+    else
+      p.load(ring.p(stage), ring.full(stage), w.p, k);
+  });
+}
+template <class Product, class Shape, int SLOTS, class Q>
+DEVICE void gemm_feed_q(const GemmRing<Shape>& ring, const GemmPlan<Shape::CLUSTER>& plan, const Q& q) {
+  gemm_feed<Product, Shape, SLOTS>(ring, plan, GemmRing<Shape>::STAGE_BYTES - GemmRing<Shape>::P_BYTES, [&](const GemmWork& w, int stage, int k) {
+    if (Shape::CLUSTER > 1 && !plan.share_p)
+      q.share(ring.q(stage), ring.full(stage), w.q, k, plan.rank());
+    else
+      q.load(ring.q(stage), ring.full(stage), w.q, k);
+  });
 }
 
 // The consumers' trays. mine: where a warpgroup's begins; a whole stage with two of them, half of one otherwise.

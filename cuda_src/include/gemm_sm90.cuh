@@ -152,14 +152,21 @@ DEVICE void gemm_sm90(const GemmPlan<Shape::CLUSTER>& plan, const P& p, const Q&
   DYN_SHARED_TILES(unsigned char, memory);
   const GemmRing<Shape> ring{memory};
   if (threadIdx.x == GEMM_CONSUMERS) {
-    tma_prefetch(p.map), tma_prefetch(q.map);
+    tma_prefetch(p.map);
     if (SLOTS) tma_prefetch(y);
   }
+  if (threadIdx.x == GEMM_CONSUMERS + WARP) tma_prefetch(q.map);
   ring.init();
   griddep_launch();
   if (threadIdx.x >= GEMM_CONSUMERS) {
     if constexpr (!Shape::CUT) register_decrease<Shape::BLOCKS == 1 ? 40 : 48>();
-    if (threadIdx.x == GEMM_CONSUMERS) gemm_produce<Product, Shape, SLOTS>(ring, plan, p, q);
+    if (threadIdx.x == GEMM_CONSUMERS) {
+      if (!Shape::FEW) griddep_wait();
+      gemm_feed_p<Product, Shape, SLOTS>(ring, plan, p);
+    } else if (threadIdx.x == GEMM_CONSUMERS + WARP) {
+      if (Shape::FEW) griddep_wait();
+      gemm_feed_q<Product, Shape, SLOTS>(ring, plan, q);
+    }
   } else {
     if constexpr (!Shape::CUT) register_increase<Shape::BLOCKS == 1 ? 232 : 96>();
     griddep_wait();

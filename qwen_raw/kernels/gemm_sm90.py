@@ -37,8 +37,8 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        """Of a block: two warpgroups multiply; the producer's is one warp where clusters cut tiles."""
-        return 384 if self.cluster else 288
+        """Of a block: two warpgroups multiply; the producers are two warps where clusters cut tiles."""
+        return 384 if self.cluster else 320
 
     @property
     def smem(self) -> int:
@@ -319,7 +319,7 @@ class GemmSm90:
             w_box //= 2
         elif op == "qkv":
             require(HD == P_ROWS or not v.heads_of_128, f"{v.name} takes heads of {P_ROWS} dimensions")
-            w_box = HD // 2
+            w_box = HD // 2 if v.cluster else HD
         elif v.cluster > 1 and not share_p:
             w_box //= v.cluster
         if share_p:
