@@ -182,6 +182,7 @@ struct QkvCutTile {
       seconds[k] = pack_bf16(fmaf(y0, c.x, x0 * c.y), fmaf(y1, c.z, x1 * c.w));
     }
     request(early.angles, p, q, unit + 1);
-    to.put(t < to.tokens() && q < to.heads(), q, t, 8 * (4 * half + lane), firsts, seconds);
+    const uint4 first = quad_transpose(firsts), second = quad_transpose(seconds);
+    if (t < to.tokens() && q < to.heads()) to.put(q, t, 8 * (4 * half + lane), first, second);
   }
 };

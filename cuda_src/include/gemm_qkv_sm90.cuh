@@ -15,10 +15,8 @@ struct QkvTarget {
   DEVICE int heads() const { return H + 2 * cache.KV; }
   DEVICE bool turns(int head) const { return head < H + cache.KV; }
   DEVICE bf16* row(int head, int t) const { return q + (int64_t(t) * H + head) * (2 << shift); }  // a query's
-  // Eight neighbouring dimensions from d on, and their seconds, from the four lanes of a quad.
-  DEVICE void put(bool inside, int head, int t, int d, const uint32_t (&firsts)[4], const uint32_t (&seconds)[4]) const {
-    const uint4 first = quad_transpose(firsts), second = quad_transpose(seconds);
-    if (!inside) return;
+  // Eight neighbouring dimensions from d on, and their seconds.
+  DEVICE void put(int head, int t, int d, uint4 first, uint4 second) const {
     const int half = 1 << shift;
     if (head >= H) return cache.append8(head - H, span[0] + t, half, d, first, second);
     bf16* out = row(head, t) + d;
@@ -26,20 +24,24 @@ struct QkvTarget {
     *reinterpret_cast<uint4*>(out + half) = second;
   }
 };
-// Firsts in the tile's first half, their seconds in the other. Widths of no whole heads: as HeadOperand has them.
+// Firsts in the tile's first half, their seconds in the other. Widths of no whole heads: as HeadOperand has them. A warp turns the pairs of its 16
+// rows in registers, lays them into its warpgroup's tray, and takes them from there to memory, eight pairs a lane.
 template <class Shape>
 struct QkvManyTokens {
   static constexpr bool BIASED = true;
-  static constexpr int SLOTS = 0, TILES = Shape::BN / 16;  // column tiles of firsts
+  static constexpr int SLOTS = 2, TILES = Shape::BN / 16;  // column tiles of firsts
+  static constexpr int PITCH = Shape::BN * int(sizeof(bf16)) + 16;  // bytes of a row in the tray: neighbours are in other banks
+  static_assert(64 * PITCH <= GemmTrays<Shape, SLOTS>::BYTES, "a warpgroup's rows fit into its tray");
   QkvTarget to;
   DEVICE float bias(int row) const { return to.bias[row]; }
   // The angles of a thread's two tokens, as its eight column tiles need them; from there on they repeat, as a head has at most 64 pairs. They are
   // requested before the tile's products: a wait for memory costs as much as several slices. Where there are no registers for both, the second
-  // token's behind some of the first's outputs.
+  // token's take the places of the first's.
   static constexpr bool MIXED = Shape::BN % 128 != 0, LATE = Shape::BN >= 192;
+  static constexpr int ANGLES = MIXED ? TILES : 8;
   using Mixed = HeadOperand<MIXED ? Shape::BN : 144>;
   struct Early {
-    float4 angles[2][MIXED ? TILES : 8];
+    float4 angles[LATE ? 1 : 2][ANGLES];
   };
   // Of column tile j of the tile's first half.
   DEVICE int head(int q, int j) const {
@@ -50,46 +52,59 @@ struct QkvManyTokens {
     if constexpr (MIXED) return 8 * (j % 8) + (j < 8 ? 0 : Mixed::shared_pair(q));
     return 8 * j & ((1 << to.shift) - 1);  // whole heads
   }
+  DEVICE const float2* angles(int p, int q, int i) const {
+    const int t = max(min(ManyAt<Shape>(p, q).token(i), to.tokens() - 1), 0);
+    return to.rope + (int64_t(to.span[0] + t) << to.shift) + 2 * (int(threadIdx.x) % 4);
+  }
   DEVICE Early early(int p, int q) const {
     Early e;
-    request(e, p, q, 0);
-    if (!LATE) request(e, p, q, 1);
+#pragma unroll
+    for (int i = 0; i < (LATE ? 1 : 2); i++) {
+      const float2* row = angles(p, q, i);
+#pragma unroll
+      for (int j = 0; j < ANGLES; j++) e.angles[i][j] = ld_global_f4(row + dimension(q, j));
+    }
     return e;
   }
-  DEVICE void request(Early& e, int p, int q, int i) const {
-    const int t = max(min(ManyAt<Shape>(p, q).token(i), to.tokens() - 1), 0);
-    const float2* row = to.rope + (int64_t(to.span[0] + t) << to.shift) + 2 * (int(threadIdx.x) % 4);
-#pragma unroll
-    for (int j = 0; j < (MIXED ? TILES : 8); j++) e.angles[i][j] = ld_global_f4(row + dimension(q, j));
-  }
-  template <class Scale, class Place>
-  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, const Place&, const float* biases,
-                         Early early) const {
+  template <class Scale>
+  DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float* biases, Early early) const {
     scale.tiles(sum, 0, Shape::BN / 8);
-    const int lane = int(threadIdx.x) % 4, T = to.tokens(), heads = to.heads();
+    const int lane = int(threadIdx.x) % WARP, warp_row = int(threadIdx.x) % WARPGROUP / WARP * 16;
+    uint32_t words[2 * TILES][2];
+    const auto lay = [&](int row, int j, const uint32_t (&w)[4]) { stmatrix_x4(tray + (warp_row + row) * PITCH + j * 16, w); };  // one row of a matrix
+    const float2* late = LATE ? angles(p, q, 1) : nullptr;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int t = ManyAt<Shape>(p, q).token(i);
+    for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int j0 = 0; j0 < TILES; j0 += 4) {
+      for (int j = 0; j < TILES; j++) {
+        const int s = 4 * j + 2 * i, s2 = s + 4 * TILES;
+        float4& angle = early.angles[LATE ? 0 : i][j % ANGLES];
+        const float4 c = to.turns(head(q, j)) ? angle : make_float4(1.f, 0.f, 1.f, 0.f);
+        const float2 b0 = *reinterpret_cast<const float2*>(biases + 8 * j + lane % 4 * 2);
+        const float2 b1 = *reinterpret_cast<const float2*>(biases + Shape::BN / 2 + 8 * j + lane % 4 * 2);
+        const float x0 = sum[0][s] + b0.x, x1 = sum[0][s + 1] + b0.y, y0 = sum[0][s2] + b1.x, y1 = sum[0][s2 + 1] + b1.y;
+        words[j][i] = pack_bf16(fmaf(x0, c.x, -y0 * c.y), fmaf(x1, c.z, -y1 * c.w));
+        words[TILES + j][i] = pack_bf16(fmaf(y0, c.x, x0 * c.y), fmaf(y1, c.z, x1 * c.w));
+        if (LATE && i == 0 && j + ANGLES >= TILES) angle = ld_global_f4(late + dimension(q, j % ANGLES));  // the last one that needs it
+        if (j % 4 < 3) continue;
+        if (LATE)
+#pragma unroll
+          for (int k = j - 3; k < 2 * TILES; k += TILES) lay(8 * i + lane % 8, k + lane / 8, {words[k][i], words[k + 1][i], words[k + 2][i], words[k + 3][i]});
         __syncwarp();  // what later tiles need is not read yet: it would spill
-        if (LATE && i == 0 && j0 == TILES - 4) request(early, p, q, 1);
-        uint32_t firsts[4] = {0, 0, 0, 0}, seconds[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const int j = j0 + k, s = 4 * j + 2 * i, s2 = s + 4 * TILES;
-          if (j >= TILES) break;
-          const float4 c = to.turns(head(q, j)) ? early.angles[i][MIXED ? j : j % 8] : make_float4(1.f, 0.f, 1.f, 0.f);
-          const float2 b0 = *reinterpret_cast<const float2*>(biases + 8 * j + 2 * lane);
-          const float2 b1 = *reinterpret_cast<const float2*>(biases + Shape::BN / 2 + 8 * j + 2 * lane);
-          const float x0 = sum[0][s] + b0.x, x1 = sum[0][s + 1] + b0.y, y0 = sum[0][s2] + b1.x, y1 = sum[0][s2 + 1] + b1.y;
-          firsts[k] = pack_bf16(fmaf(x0, c.x, -y0 * c.y), fmaf(x1, c.z, -y1 * c.w));
-          seconds[k] = pack_bf16(fmaf(y0, c.x, x0 * c.y), fmaf(y1, c.z, x1 * c.w));
-        }
-        const int h = head(q, j0 + lane);
-        to.put(t < T && h < heads && j0 + lane < TILES, h, t, dimension(q, j0 + lane), firsts, seconds);
       }
+    if (!LATE)
+#pragma unroll
+      for (int j = 0; j < 2 * TILES; j += 2) lay(lane % 16, j + lane / 16, {words[j][0], words[j][1], words[j + 1][0], words[j + 1][1]});
+    __syncwarp();
+    const int T = to.tokens(), heads = to.heads(), t0 = group_token(p) + warp_row;
+#pragma unroll 1
+    for (int n = lane; n < 16 * TILES; n += WARP) {
+      const int row = n / TILES, j = n % TILES, t = t0 + row, h = head(q, j);
+      if (t >= T || h >= heads) continue;
+      const unsigned char* from = tray + (warp_row + row) * PITCH + j * 16;
+      to.put(h, t, dimension(q, j), *reinterpret_cast<const uint4*>(from), *reinterpret_cast<const uint4*>(from + TILES * 16));
     }
+    async_fence();  // before a copy may write there
   }
 };
 template <class Shape>
