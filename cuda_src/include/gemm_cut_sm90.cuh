@@ -177,9 +177,8 @@ struct QkvCutTile {
       const float4 c = to.turns(q) ? early.angles[k] : make_float4(1.f, 0.f, 1.f, 0.f);
       const float2 b0 = *reinterpret_cast<const float2*>(biases + 8 * (4 * half + k) + 2 * lane);
       const float2 b1 = *reinterpret_cast<const float2*>(biases + HALF + 8 * (4 * half + k) + 2 * lane);
-      const float x0 = v[2 * k] + b0.x, x1 = v[2 * k + 1] + b0.y, y0 = v[8 + 2 * k] + b1.x, y1 = v[8 + 2 * k + 1] + b1.y;
-      firsts[k] = pack_bf16(fmaf(x0, c.x, -y0 * c.y), fmaf(x1, c.z, -y1 * c.w));
-      seconds[k] = pack_bf16(fmaf(y0, c.x, x0 * c.y), fmaf(y1, c.z, x1 * c.w));
+      const float2 x = make_float2(v[2 * k] + b0.x, v[2 * k + 1] + b0.y), y = make_float2(v[8 + 2 * k] + b1.x, v[8 + 2 * k + 1] + b1.y);
+      turn_pairs(x, y, c, firsts[k], seconds[k]);
     }
     request(early.angles, p, q, unit + 1);
     const uint4 first = quad_transpose(firsts), second = quad_transpose(seconds);

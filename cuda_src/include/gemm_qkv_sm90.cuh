@@ -24,6 +24,12 @@ struct QkvTarget {
     *reinterpret_cast<uint4*>(out + half) = second;
   }
 };
+// Two pairs (x, y), turned by angles {cos, sin, cos, sin}; their firsts and seconds as bf16.
+DEVICE void turn_pairs(float2 x, float2 y, float4 c, uint32_t& first, uint32_t& second) {
+  first = pack_bf16(fmaf(x.x, c.x, -y.x * c.y), fmaf(x.y, c.z, -y.y * c.w));
+  second = pack_bf16(fmaf(y.x, c.x, x.x * c.y), fmaf(y.y, c.z, x.y * c.w));
+}
+
 // Firsts in the tile's first half, their seconds in the other. Widths of no whole heads: as HeadOperand has them. A warp turns the pairs of its 16
 // rows in registers, lays them into its warpgroup's tray, and takes them from there to memory, eight pairs a lane.
 template <class Shape>
@@ -82,9 +88,8 @@ struct QkvManyTokens {
         const float4 c = to.turns(head(q, j)) ? angle : make_float4(1.f, 0.f, 1.f, 0.f);
         const float2 b0 = *reinterpret_cast<const float2*>(biases + 8 * j + lane % 4 * 2);
         const float2 b1 = *reinterpret_cast<const float2*>(biases + Shape::BN / 2 + 8 * j + lane % 4 * 2);
-        const float x0 = sum[0][s] + b0.x, x1 = sum[0][s + 1] + b0.y, y0 = sum[0][s2] + b1.x, y1 = sum[0][s2 + 1] + b1.y;
-        words[j][i] = pack_bf16(fmaf(x0, c.x, -y0 * c.y), fmaf(x1, c.z, -y1 * c.w));
-        words[TILES + j][i] = pack_bf16(fmaf(y0, c.x, x0 * c.y), fmaf(y1, c.z, x1 * c.w));
+        const float2 x = make_float2(sum[0][s] + b0.x, sum[0][s + 1] + b0.y), y = make_float2(sum[0][s2] + b1.x, sum[0][s2 + 1] + b1.y);
+        turn_pairs(x, y, c, words[j][i], words[TILES + j][i]);
         if (LATE && i == 0 && j + ANGLES >= TILES) angle = ld_global_f4(late + dimension(q, j % ANGLES));  // the last one that needs it
         if (j % 4 < 3) continue;
         if (LATE)
