@@ -1,11 +1,11 @@
-// gemm_ring_sm90.cuh - the plan of a product (tiles, pieces, clusters), the ring of slices in shared memory, and the thread that fills it
+// gemm_ring_sm90.cuh - the plan of a product (tiles, pieces, clusters), the ring of slices in shared memory, and the threads that fill it
 // (include/gemm_sm90.cuh tells how they work together).
 #pragma once
 #include "gemm_operand_sm90.cuh"
 #include "vec.cuh"
 
 constexpr int GEMM_P = 128;  // rows of a tile
-constexpr int GEMM_CONSUMERS = 2 * WARPGROUP;  // threads; the producer's are behind them
+constexpr int GEMM_CONSUMERS = 2 * WARPGROUP;  // threads; the producers' are behind them
 constexpr int GEMM_BARRIER = 1;  // named barrier of the consumers
 
 // One instance of the kernel. BLOCKS: that a multiprocessor holds. CLUSTER_BLOCKS: that share slices; 0: the cluster, of any size, cuts a tile.

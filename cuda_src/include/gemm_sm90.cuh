@@ -1,14 +1,14 @@
 // gemm_sm90.cuh - C = P·Qᵀ on Hopper's tensor cores: bulk tensor copies into a ring, warpgroup products, one wave of blocks.
 //
-// P [p, K] and Q [q, K] row-major; one is the weights, the other the tokens. A block computes tiles of 128 × BN of C. Warpgroup 2 is the
-// producer: one thread of it keeps STAGES slices of 128 bytes of K of both operands on their way (`full` barriers). Warpgroups 0 and 1
+// P [p, K] and Q [q, K] row-major; one is the weights, the other the tokens. A block computes tiles of 128 × BN of C. In warpgroup 2 are
+// the producers: one thread for each operand keeps STAGES slices of 128 bytes of K on their way (`full` barriers). Warpgroups 0 and 1
 // wait for a slice, issue its products, and give the slice before it back (`empty` barriers).
 //   many tokens: P = tokens, 64 for each warpgroup; Q = weights; BN is chosen so that the tiles fill the last wave too
 //   few tokens:  P = weights, in two slabs of 64; Q = all the tokens, half of them for each warpgroup: the weights are read once, and a tile
 //                is hardly wider than there are tokens
 // Clusters: two blocks work on neighbouring tiles along P, and each brings one half of the slices of Q that both need, to both; or along Q,
 // sharing P's. What an SM takes from L2 is what bounds a block of its own.
-// Trays: behind a tile's slices the producer lets SLOTS stages of the ring pass empty. The consumers write what becomes of the tile's sums
+// Trays: behind a tile's slices the producers let SLOTS stages of the ring pass empty. The consumers write what becomes of the tile's sums
 // there, a bulk copy takes it from there to memory while they go on with the next tile, and once it is read the stage is free again.
 //
 // Tiles (of a cluster: CLUSTER of a block's): numbered with P's fastest, so that blocks that run together share Q's slices in L2. The first
@@ -17,7 +17,7 @@
 // time. Then whole tiles, wave by wave.
 // The weights' first slices are requested before griddep_wait: nothing that runs before this kernel writes them.
 //
-// grid: at most as many blocks as are resident, whole clusters; block: 384, 288 where clusters cut tiles; dynamic shared memory: GemmRing::BYTES, a kilobyte for the barriers.
+// grid: at most as many blocks as are resident, whole clusters; block: 384, 320 where clusters cut tiles; dynamic shared memory: GemmRing::BYTES, a kilobyte for the barriers.
 // bytes moved: P once for each group of tiles that run together, Q once; partial sums 128·BN·4 twice for each piece.
 // PRECOND  sm_90a; rows of whole 16 bytes; tensor maps with boxes of 128 bytes × 128 (P) or BN rows (Q), half of that where the cluster shares
 //          the operand, for pairs as include/gemm_operand_sm90.cuh says; what GemmPlan says
