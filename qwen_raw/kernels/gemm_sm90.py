@@ -75,12 +75,12 @@ VARIANTS = {
         Variant("few64", True, 64, 4, 2),
         Variant("cut128", False, 128, 5, 1, 0, 0.42),
         Variant("many112", False, 112, 7, 1, 2, 0.37),
-        Variant("many128", False, 128, 6, 1, 2, 0.42),
-        Variant("many144", False, 144, 6, 1, 2, 0.44),
-        Variant("many160", False, 160, 6, 1, 2, 0.48),
-        Variant("many192", False, 192, 5, 1, 2, 0.56),
-        Variant("many224", False, 224, 5, 1, 2, 0.66),
-        Variant("many256", False, 256, 4, 1, 2, 0.69),
+        Variant("many128", False, 128, 6, 1, 2, 0.385),
+        Variant("many144", False, 144, 6, 1, 2, 0.42),
+        Variant("many160", False, 160, 6, 1, 2, 0.46),
+        Variant("many192", False, 192, 5, 1, 2, 0.555),
+        Variant("many224", False, 224, 5, 1, 2, 0.655),
+        Variant("many256", False, 256, 4, 1, 2, 0.73),
     )
 }
 MAX_OWNERS = 8

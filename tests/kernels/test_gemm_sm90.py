@@ -258,7 +258,10 @@ def test_choices_are_legal() -> None:
     assert choose("add", 128, 3584, 296, 132) == Choice(VARIANTS["cut128"], 4)
     assert choose("add", 128, 8192, 116, 132) == Choice(VARIANTS["cut128"], 2)
     assert choose("qkv", 128, 4608, 56, 132) == Choice(VARIANTS["cut128"], 3)
-    assert choose("qkv", 2048, 5120, 64, 132) == Choice(VARIANTS["many256"], 2)
+    assert choose("qkv", 2048, 5120, 64, 132) == Choice(VARIANTS["many160"])
+    assert choose("add", 512, 3584, 56, 132) == Choice(VARIANTS["many112"])
+    assert choose("swiglu", 512, 37888, 56, 132) == Choice(VARIANTS["many192"])
+    assert choose("swiglu", 2048, 29568, 128, 132) == Choice(VARIANTS["many224"])
     assert choose("qkv", 512, 4608, 56, 132) == Choice(VARIANTS["many144"])
     assert choose("qkv", 512, 5120, 128, 132) == Choice(VARIANTS["many160"])
     assert choose("swiglu", 128, 29568, 128, 132).variant.name == "many224"
