@@ -28,9 +28,11 @@
     each_exchange<EachDiagonal<MmaE4m3, C, R, false, WARPS>>(h, end, sum, x, w, scale, N, K, {M, group, chunk}, memory);                            \
   }
 EACH_PLAIN(c1, 1, 8, 8, 256, 2)
+EACH_PLAIN(c1w, 1, 8, 16, 512, 1)
 EACH_PLAIN(c2, 2, 4, 20, 608, 1)
 EACH_PLAIN(c4, 4, 2, 16, 512, 1)
 EACH_EXCHANGE(c1, 1, 8, 8, 256, 2)
+EACH_EXCHANGE(c1w, 1, 8, 16, 512, 1)
 EACH_EXCHANGE(c2, 2, 4, 20, 512, 1)
 EACH_EXCHANGE(c4, 4, 2, 16, 512, 1)
 

@@ -1,7 +1,7 @@
 // gemv_exchange_fp8.cu - decode's row-parallel products with e4m3 weights, the sum over ranks inside. Protocol, PRECONDs: include/exchange.cuh.
 //
 // gemv_exchange_fp8  h[N] += Σ_r s_r[N]·(W_r[N,K]·x_r[K])   O-projection, down-projection
-// Layout, grid, block, PRECONDs of the product, and its variants by C: gemv_fp8.cu. bytes moved: as there, and 4·N·(world - 1) over the
+// Layout, grid, block, PRECONDs of the product, and its variants: gemv_fp8.cu. bytes moved: as there, and 4·N·(world - 1) over the
 // link each way. minimum arch: sm_80
 #include "include/exchange.cuh"
 #include "include/gemv_diagonal.cuh"
@@ -13,8 +13,8 @@ constexpr int C2_ROWS = 2, C4_ROWS = 2;
 constexpr int C2_ROWS = 4, C4_ROWS = 2;
 #endif
 
-#define GEMV_EXCHANGE(C, R, THREADS, BLOCKS)                                                        \
-  KERNEL_OCC(THREADS, BLOCKS) void gemv_exchange_fp8_c##C(float* h,              /* [N] in place */ \
+#define GEMV_EXCHANGE(V, C, R, THREADS, BLOCKS)                                                        \
+  KERNEL_OCC(THREADS, BLOCKS) void gemv_exchange_fp8_##V(float* h,              /* [N] in place */ \
                                                           BY_VALUE Exchange end, /* this rank's */  \
                                                           int sum,               /* of the step */  \
                                                           BY_VALUE Ahead next,                      \
@@ -25,6 +25,7 @@ constexpr int C2_ROWS = 4, C4_ROWS = 2;
     DYN_SHARED(float, shared);                                                                      \
     gemv_exchange<Diagonal<MmaE4m3, C, R, false, THREADS / WARP>>(h, end, sum, next, x, w, scale, N, K, shared);      \
   }
-GEMV_EXCHANGE(1, 8, 256, 2)
-GEMV_EXCHANGE(2, C2_ROWS, 640, 1)
-GEMV_EXCHANGE(4, C4_ROWS, 512, 1)
+GEMV_EXCHANGE(c1, 1, 8, 256, 2)
+GEMV_EXCHANGE(c1w, 1, 8, 512, 1)
+GEMV_EXCHANGE(c2, 2, C2_ROWS, 640, 1)
+GEMV_EXCHANGE(c4, 4, C4_ROWS, 512, 1)

@@ -4,7 +4,7 @@
 // gemv_store_fp8   y[N] = s[N]·(W[N,K]·x[K]) as bf16                     the same two, a rank's share of them under tensor parallelism
 // gemv_swiglu_fp8  act[I] = silu(sg·Wg·n)·(su·Wu·n),  n = RMSNorm(h)[K]  gate and up
 // gemv_qkv_fp8     q, k, v = RoPE(s·Wqkv·n + b); k, v → cache            Q, K, V
-// Variants: c and C, the packs of a row that a thread holds, w for wide blocks: add and store _c1, _c2, _c4; the others, whose x comes
+// Variants: c and C, the packs of a row that a thread holds, w for wide blocks: add and store _c1, _c1w, _c2, _c4; the others, whose x comes
 // as fp32, _c1, _c1w, _c2. In flight are 8 packs a thread where registers allow, and up to 16 with normed inputs, whose rows are many. The LM
 // head stays bf16 (gemv_bf16.cu). Weights are widened e4m3 → f16, exactly, and multiplied on tensor cores (include/gemv_diagonal.cuh); sums
 // are fp32.
@@ -37,6 +37,7 @@ constexpr int ADD_C2_ROWS = 4;
     gemv_store<Diagonal<MmaE4m3, C, R, false, THREADS / WARP>>(y, x, w, scale, N, K, shared); \
   }
 GEMV_ADD(c1, 1, 8, 256, 2)
+GEMV_ADD(c1w, 1, 8, 512, 1)
 GEMV_ADD(c2, 2, ADD_C2_ROWS, 640, 1)
 GEMV_ADD(c4, 4, 2, 512, 1)
 

@@ -7,7 +7,7 @@ GEMV = Gemv(
     fp8=True,
     variants=Variants(
         pack=16,
-        add_threads={"c1": 256, "c2": 640, "c4": 512},
+        add_threads={"c1": 256, "c1w": 512, "c2": 640, "c4": 512},
         normed_threads={"c1": 224, "c1w": 512, "c2": 512},
     ),
 )

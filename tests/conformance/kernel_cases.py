@@ -74,7 +74,7 @@ def rounded(bits: Array, slack: Array | float = 0.0, *, f16: bool = False, share
 # ---- GEMV: the same fmaf chains and shuffles on both machines ----------------------------------------------
 # Row lengths K that take each variant of C packs a thread: one tail longer than the variant before covers.
 NORMED = {"bf16": {"c1": 136, "c2": 4232}, "fp8": {"c1": 272, "c1w": 4368, "c2": 8208}}
-ADD = {"bf16": NORMED["bf16"] | {"c4": 8328, "c8": 20616}, "fp8": {"c1": 272, "c2": 4368, "c4": 20496}}
+ADD = {"bf16": NORMED["bf16"] | {"c4": 8328, "c8": 20616}, "fp8": NORMED["fp8"] | {"c4": 20496}}
 
 
 def gemv_cases(gemv: Any) -> list[Case]:

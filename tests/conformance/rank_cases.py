@@ -252,7 +252,7 @@ def rank_cases() -> list[Case]:
         *by_rows_cases(),
         *map(allreduce_host, WORLDS),
         *(gemv_exchange(EXCHANGE_BF16, v, ADD["bf16"][v]) for v in ("c1", "c2", "c4")),
-        *(gemv_exchange(EXCHANGE_FP8, v, ADD["fp8"][v]) for v in ("c1", "c2", "c4")),
+        *(gemv_exchange(EXCHANGE_FP8, v, K) for v, K in ADD["fp8"].items()),
         Case("peercheck_store_u32", run_peercheck, ranks=2),
         Case("peercheck_count_u32", run_peercheck, ranks=2),
         Case("signal_put", run_signal),
