@@ -22,7 +22,7 @@ from qwen_raw.kernels.norm import rmsnorm, rmsnorm_bf16, rmsnorm_e4m3
 from qwen_raw.kernels.quantize import MOST, quantize_tokens
 
 SHORT = 512  # hidden sizes below keep f16 inputs
-BLOCKS_FROM = 256  # tokens, from which on attention makes O's e4m3 input, with exponents
+BLOCKS_FROM = 512  # tokens, from which on attention makes O's e4m3 input, with exponents
 
 
 class RowProducts(Protocol):
