@@ -174,6 +174,15 @@ class Governor:
         """Whether the next pass has no guesses, whatever is seen meanwhile."""
         return self._paused > 0
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether nothing seen so far lets the next pass guess."""
+        return self._costs is not None and (self._paused > 0 or max(self._gains().values()) <= 1)
+
+    def _gains(self) -> dict[int, float]:
+        assert self._costs is not None
+        return {k: expected_ids(self.acceptance, k) / cost for k, cost in self._costs.items() if k}
+
     def begin(self, right: int, compared: int) -> None:
         """A request begins; guesses right and compared so far."""
         self._seen = (right, compared)
@@ -192,7 +201,7 @@ class Governor:
             if not self._paused:
                 self._hope()
             return 0
-        gains = {k: expected_ids(self.acceptance, k) / cost for k, cost in self._costs.items() if k}
+        gains = self._gains()
         if max(gains.values()) <= 1:
             self._paused = self._pause - 1
             self._pause = min(2 * self._pause, LONGEST)

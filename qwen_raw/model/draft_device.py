@@ -84,9 +84,9 @@ class DistantDrafter:
         """See Drafter."""
         return self.model.vocab
 
-    def begin(self, ids: Sequence[int], temperature: float, seed: int) -> None:
+    def begin(self, ids: Sequence[int], temperature: float, seed: int, *, late: bool = False) -> None:
         """See Drafter; all of it on the draft's device."""
-        self.model.begin(ids, temperature, seed)
+        self.model.begin(ids, temperature, seed, late=late)
 
     def queue(self, target: Buffer, b: PassBuffers) -> None:
         """See Drafter: rank 0's part."""

@@ -42,8 +42,8 @@ class Drafter(Protocol):
     def vocab(self) -> int:
         """Ids from here on are unknown to it."""
 
-    def begin(self, ids: Sequence[int], temperature: float, seed: int) -> None:
-        """Queue what a new prompt needs."""
+    def begin(self, ids: Sequence[int], temperature: float, seed: int, *, late: bool = False) -> None:
+        """Queue what a new prompt needs. `late`: but for the prompt itself, which catch_up will bring."""
 
     def queue(self, target: Buffer, b: PassBuffers) -> None:
         """Queue the guesses: b.ids, and the ids of b.rows. `target`: the target's decode state."""
@@ -65,7 +65,7 @@ class NgramDrafter:
         """See Drafter."""
         return self.rank.shard.whole.V
 
-    def begin(self, ids: Sequence[int], temperature: float, seed: int) -> None:
+    def begin(self, ids: Sequence[int], temperature: float, seed: int, *, late: bool = False) -> None:
         """Nothing: the history is accept.cu's."""
 
     def queue(self, target: Buffer, b: PassBuffers) -> None:
@@ -97,9 +97,11 @@ class ModelDrafter:
         """See Drafter."""
         return self.rank.shard.whole.V
 
-    def begin(self, ids: Sequence[int], temperature: float, seed: int) -> None:
+    def begin(self, ids: Sequence[int], temperature: float, seed: int, *, late: bool = False) -> None:
         """See Drafter. Its own first id is chosen too, and not used. An id that it does not know is its id 0."""
         self.rank.decode.sampler.set_params(temperature, seed, min(self.text_vocab, self.vocab))
+        if late:
+            return
         self.rank.decode.sampler.set_position(0, len(ids) - 1)
         self.prompt.queue([token if token < self.vocab else 0 for token in ids])
 

@@ -36,6 +36,7 @@ from qwen_raw.model.speculate import (
 )
 
 PASSES_AHEAD = 1  # passes queued beyond the one that the host is waiting for
+LATE = 512  # ids of a prompt that a draft model may get later, CATCH at a time
 MEASURED_S = 0.05  # how long passes of each size are timed
 
 
@@ -302,6 +303,7 @@ class SpeculativeRunner(DeviceRunner):
         end = first + max_tokens
         self._before, self._log, self._behind = self.speculated, [], 0
         self._governor.begin(int(self._told[1]), int(self._told[3]))
+        late = self._governor.hopeless and self._loops is None and len(ids) <= LATE
         with self._together():
             for each in self._passes:
                 sampler, b = each.rank.decode.sampler, each.buffers
@@ -312,8 +314,11 @@ class SpeculativeRunner(DeviceRunner):
             self.prompt.queue(ids)
             for each in self._passes:  # after the target's prompt, whose first id so comes no later
                 if each.drafter is not None:
-                    each.drafter.begin(ids, temperature, seed)
+                    each.drafter.begin(ids, temperature, seed, late=late)
                 each.begin()
+                if late:  # nothing is guessed for a while, perhaps never: a draft model gets the prompt when it is
+                    each.buffers.filled.upload(np.zeros(1, np.int32))
+                    self._behind = len(ids)
             self._launched = first + 1
         queued, _ = self._buffers[0].ended
         self._seen, self._from = queued, None

@@ -50,6 +50,7 @@ class Scripted:
     """A governor that says what it is told."""
 
     paused = False
+    hopeless = False
 
     def __init__(self, said: list[int]) -> None:
         self.said = said

@@ -162,14 +162,20 @@ def test_a_model_guesses_itself_right(dev: Any) -> None:
         runner.close()
 
 
-def test_a_draft_model_catches_up(dev: Any) -> None:
-    """The model guesses for itself. After steps without guesses it must know the ids that it has not seen."""
+@pytest.mark.parametrize("hopeless", [False, True])
+def test_a_draft_model_catches_up(dev: Any, hopeless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model guesses for itself. After steps without guesses it must know the ids that it has not seen.
+
+    Where there is no hope at first, the prompt's too, which it has not been given then.
+    """
+    monkeypatch.setattr(Scripted, "hopeless", hopeless)
     model, ids = open_model(DRAFT), open_tokenizer(open_model(DRAFT)).encode("First Citizen:\nBefore we")
     many = dev.kind == "cuda"
     length, pause = (500, 70) if many else (48, 5)
     runner = SpeculativeRunner(dev, model, guesses=3, costs={3: 2.0}, draft=model, **options(model, length))
     try:
-        runner._governor = Scripted([3, *[0] * pause, 3])  # type: ignore[assignment]
+        said = [*[0] * pause, 3, 3] if hopeless else [3, *[0] * pause, 3]
+        runner._governor = Scripted(said)  # type: ignore[assignment]
         for seed in range(6):  # prefill's keys are not decode's bits: now and then an id differs
             list(runner.generate(ids, max_tokens=2 * pause + 20, temperature=1.5, seed=seed))
         counts = runner.speculated
