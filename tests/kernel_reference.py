@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from loaders.dtypes import bf16_to_f32, e4m3_to_f32, f32_to_bf16, f32_to_e4m3, quantize_rows_e4m3
+from qwen_raw.kernels.gemm_sm90 import Tokens, exponent_row
 from qwen_raw.kernels.kv_cache import COARSE, FINE_PAIRS
 from qwen_raw.kernels.linear import Linear
 
 Array = np.ndarray[Any, Any]
+BLOCK_STEP = 8  # of exponents, as in include/block_scale.cuh
 POISON = 0xFF  # every byte: NaN as fp32, bf16 and e4m3, so an element never written cannot pass
 
 
@@ -39,6 +41,19 @@ def make_linear(dev: Any, rng: np.random.Generator, N: int, K: int, fp8: bool) -
     q, scale = quantize_rows_e4m3(w)
     values = e4m3_to_f32(q).astype(np.float64) * scale[:, None].astype(np.float64)
     return Linear(dev.array(q), dev.array(scale.astype(np.float32))), values
+
+
+def block_tokens(dev: Any, rng: np.random.Generator, T: int, K: int, change: float) -> tuple[Tokens, Array]:
+    """Random rows on the device, whose scale changes from a block to the next with this probability; their values."""
+    n = -(-K // 128)
+    codes = rng.integers(0, 256, (T, K), dtype=np.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # no NaN
+    steps = np.where(rng.random((T, n)) < change, rng.integers(-1, 2, (T, n)), 0)
+    e = 120 + BLOCK_STEP * np.cumsum(steps, axis=1)
+    exponents = rng.integers(0, 256, (T, exponent_row(K)), dtype=np.uint8)
+    exponents[:, :n] = e
+    values = e4m3_to_f32(codes).astype(np.float64) * np.repeat(2.0 ** (e - 127.0), 128, axis=1)[:, :K]
+    return Tokens(dev.array(codes), exponents=dev.array(exponents)), values
 
 
 def rmsnorm(h: Array, g: Array, eps: float) -> Array:

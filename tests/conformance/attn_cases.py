@@ -10,7 +10,7 @@ from conformance.machines import Array, Machine, Output
 from kernel_reference import bf16_input, fp8_cache
 
 from qwen_raw.device import BF16, Buffer
-from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode
+from qwen_raw.kernels.attn_decode import MIN_SPLIT, Split, Workspace, attn_decode, attn_decode_each
 from qwen_raw.kernels.attn_prefill import attn_prefill
 from qwen_raw.kernels.kv_widen import kv_widen
 
@@ -18,7 +18,13 @@ SPLIT = Split(1, 1, 8, 2, 6)  # a cluster of two blocks, and two by themselves
 
 
 def attended(out: Buffer, rows: list[tuple[Array, Array, Array]]) -> Output:
-    """An attention's result; `rows`: the (q, k, v) of each row of `out`.
+    """An attention's result; `rows`: the (q, k, v) of each row of `out`."""
+    bits = out.download()
+    return rounded(bits, np.reshape(row_slack(rows), (*bits.shape[:-1], 1)), share=0.1)
+
+
+def row_slack(rows: list[tuple[Array, Array, Array]]) -> Array:
+    """What each row may differ by before it is rounded.
 
     Scores and exponentials differ in their last bits, so that a probability may round to the next bf16, 2^-8 of the
     largest key's share times its value away: seldom, but then in the whole row.
@@ -27,8 +33,7 @@ def attended(out: Buffer, rows: list[tuple[Array, Array, Array]]) -> Output:
     for q, k, v in rows:
         scores = k @ q / np.sqrt(q.size)
         slack.append(2.0**-8 * np.abs(v).max() / np.exp(scores - scores.max()).sum())
-    bits = out.download()
-    return rounded(bits, np.reshape(slack, (*bits.shape[:-1], 1)), share=0.1)
+    return np.array(slack)
 
 
 def caches(dev: Any, rng: np.random.Generator, cache: str, KV: int, max_len: int, HD: int) -> tuple[Any, ...]:
@@ -40,22 +45,27 @@ def caches(dev: Any, rng: np.random.Generator, cache: str, KV: int, max_len: int
     return [dev.array(k), dev.array(v)], {}, K, V
 
 
-def decode(HD: int, T: int, cache: str) -> Case:
+def decode(HD: int, T: int, cache: str, each: bool = False) -> Case:
+    """T tokens of which each sees those before it; `each`: by itself, in its own blocks."""
+
     def run(machine: Machine, rng: np.random.Generator) -> Outputs:
         dev, H, KV, max_len = machine.dev, 7, 1, 3 * MIN_SPLIT
         q, Q = bf16_input(rng, T, H, HD)
         kv, fine, K, V = caches(dev, rng, cache, KV, max_len, HD)
-        buffers, ws = [dev.array(q), *kv], Workspace.create(dev, H, KV, HD, max_len, T=T, split=SPLIT)
+        buffers, sizes = [dev.array(q), *kv], {"each": T} if each else {"T": T}
+        ws = Workspace.create(dev, H, KV, HD, max_len, split=SPLIT, **sizes)
+        attend = attn_decode_each if each else attn_decode
         results = {}
         for n in (T, 100, max_len - 3):  # keys; the workspace goes on
             out = dev.zeros((T, H, HD), BF16)
-            attn_decode(dev, out, *buffers, dev.array(np.array([n - T], np.int32)), ws, **fine)
+            attend(dev, out, *buffers, dev.array(np.array([n - T], np.int32)), ws, **fine)
             seen = [n - T + t + 1 for t in range(T)]
             rows = [(Q[t, h], K[0, : seen[t]], V[0, : seen[t]]) for t in range(T) for h in range(H)]
             results[f"{n} keys"] = attended(out, rows)
         return results | {"arrivals": exact(ws.arrivals.download())}
 
-    return Case(f"attn_decode_{cache}_hd{HD}_n{1 if T == 1 else 2}", run)
+    kind = "each" if each else "n1" if T == 1 else "n2"
+    return Case(f"attn_decode_{cache}_hd{HD}_{kind}", run)
 
 
 def prefill(HD: int, cache: str) -> Case:
@@ -82,5 +92,6 @@ def widen(machine: Machine, rng: np.random.Generator) -> Outputs:
 ATTENTION = [
     Case("kv_widen_e4m3", widen),
     *(decode(HD, T, cache) for HD in (64, 128) for T in (1, 3) for cache in ("bf16", "e4m3")),
+    *(decode(HD, 3, cache, each=True) for HD in (64, 128) for cache in ("bf16", "e4m3")),
     *(prefill(HD, cache) for HD in (64, 128) for cache in ("bf16", "e4m3")),
 ]

@@ -117,8 +117,8 @@ def gemv_store(dev: Any, rng: np.random.Generator, gemv: Any, K: int) -> Outputs
 
 
 def fp8_error(W: Array, X: Array) -> Array:
-    """Of a product on tensor cores along diagonals: a dozen steps a thread at most (include/gemv_diagonal.cuh)."""
-    return 2.0**-22 * 12 * (np.abs(W) @ np.abs(X))  # type: ignore[no-any-return]
+    """Of W·x, x [K] or several, on tensor cores along diagonals: a dozen steps a thread at most (gemv_diagonal.cuh)."""
+    return 2.0**-22 * 12 * (np.abs(X) @ np.abs(W).T)  # type: ignore[no-any-return]
 
 
 def normed_input(dev: Any, rng: np.random.Generator, K: int) -> tuple[Buffer, Buffer]:

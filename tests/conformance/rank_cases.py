@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from conformance.by_rows_cases import by_rows_cases
+from conformance.each_cases import exchange_cases
 from conformance.kernel_cases import ADD, EPS, Case, Outputs, exact, fp32, rounded
 from conformance.loop_cases import LOOPS
 from conformance.machines import LIMIT_NS, MOST_RANKS, Machine, Output
@@ -253,6 +254,7 @@ def rank_cases() -> list[Case]:
         *map(allreduce_host, WORLDS),
         *(gemv_exchange(EXCHANGE_BF16, v, ADD["bf16"][v]) for v in ("c1", "c2", "c4")),
         *(gemv_exchange(EXCHANGE_FP8, v, K) for v, K in ADD["fp8"].items()),
+        *exchange_cases(),
         Case("peercheck_store_u32", run_peercheck, ranks=2),
         Case("peercheck_count_u32", run_peercheck, ranks=2),
         Case("signal_put", run_signal),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from conformance.attn_cases import ATTENTION
+from conformance.each_cases import EACH
 from conformance.kernel_cases import Case, all_cases
 from conformance.machines import Machine, Output, compare
 from conformance.rank_cases import rank_cases
@@ -17,7 +18,7 @@ from qwen_raw import paths
 from qwen_raw.kernels import compile as nvrtc
 from qwen_raw.kernels.gemm_sm90 import ARCH
 
-CASES = all_cases() + ATTENTION + hopper_cases() + ROWS + rank_cases()
+CASES = all_cases() + ATTENTION + hopper_cases() + ROWS + EACH + rank_cases()
 NewRng = Callable[[], np.random.Generator]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.entry)
 

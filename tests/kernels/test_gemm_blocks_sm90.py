@@ -6,17 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_reference import assert_close, make_linear
+from kernel_reference import assert_close, block_tokens, make_linear
 
-from loaders.dtypes import e4m3_to_f32
 from qwen_raw.device import E4M3, U8
 from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels import gemm_fp8_sm90
-from qwen_raw.kernels.gemm_sm90 import ARCH, OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens, exponent_row
+from qwen_raw.kernels.gemm_sm90 import ARCH, OPERATIONS, VARIANTS, Choice, GemmSm90, Tokens
 
 N = 440
 E4M3_CUT = 2.0**-9  # of the largest result: an e4m3 tensor core keeps about 14 bits of a sum (docs/prefill.md)
-STEP = 8  # as in include/block_scale.cuh
 
 
 @pytest.fixture
@@ -26,18 +24,6 @@ def gemm(dev: Any) -> GemmSm90:
     return gemm_fp8_sm90.create(dev)
 
 
-def blocks(dev: Any, rng: np.random.Generator, T: int, K: int, change: float) -> tuple[Tokens, np.ndarray[Any, Any]]:
-    """Random rows on the device, whose scale changes from a block to the next with this probability; their values."""
-    n = -(-K // 128)
-    codes = rng.integers(0, 256, (T, K), dtype=np.uint8)
-    codes[codes & 0x7F == 0x7F] = 0  # no NaN
-    e = 120 + STEP * np.cumsum(np.where(rng.random((T, n)) < change, rng.integers(-1, 2, (T, n)), 0), axis=1)
-    exponents = rng.integers(0, 256, (T, exponent_row(K)), dtype=np.uint8)
-    exponents[:, :n] = e
-    values = e4m3_to_f32(codes).astype(np.float64) * np.repeat(2.0 ** (e - 127.0), 128, axis=1)[:, :K]
-    return Tokens(dev.array(codes), exponents=dev.array(exponents)), values
-
-
 @pytest.mark.parametrize("split", [1, 99])
 @pytest.mark.parametrize("change", [0.0, 0.02, 0.9])
 @pytest.mark.parametrize("name", OPERATIONS["add_blocks"])
@@ -45,7 +31,7 @@ def test_add(dev: Any, rng: np.random.Generator, gemm: GemmSm90, name: str, chan
     """Tiles whole and in pieces; 19 slices, with a tail, are more than a pack of exponents."""
     T, K = 133, 18 * 128 + 16
     w, W = make_linear(dev, rng, N, K, True)
-    x, X = blocks(dev, rng, T, K, change)
+    x, X = block_tokens(dev, rng, T, K, change)
     tolerance = 2e-5 + (E4M3_CUT if dev.kind == "cuda" else 0.0)
     h = rng.standard_normal((T, N)).astype(np.float32)
     out = dev.array(h)
