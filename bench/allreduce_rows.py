@@ -29,7 +29,7 @@ from qwen_raw.comm.reduce import create_reducers
 from qwen_raw.device import BF16, F32
 from qwen_raw.driver.device import CudaDevice
 from qwen_raw.errors import QwenRawError, UsageError
-from qwen_raw.kernels.allreduce_rows import KINDS, LONGEST, RowBuffers, RowsWorkspace, allreduce_rows
+from qwen_raw.kernels.allreduce_rows import KINDS, LONGEST, RowBuffers, RowsWorkspace, allreduce_rows, rows_of_owner
 from qwen_raw.kernels.norm import STEM, rmsnorm_bf16, rmsnorm_e4m3
 from qwen_raw.kernels.peers import MAX_RANKS
 
@@ -66,7 +66,7 @@ class Chunk:
         self.g = [dev.array(np.full(D, 0x3F80, np.uint16)) for dev in devices]
         self.out = {k: [dev.empty((T, D), KINDS[k]) for dev in devices] for k in ("bf16", "e4m3")}
         self.scale = [dev.empty((T,), F32) for dev in devices]
-        world, part = len(devices), -(-T // len(devices))
+        world, part = len(devices), rows_of_owner(T, len(devices))
         self.received = [dev.zeros((world, part, D), BF16) for dev in devices]
         for owner, buffer in enumerate(self.received):
             for source, b in enumerate(bits):

@@ -2,7 +2,7 @@
 //
 //   h[t] += Σ_r share_r[t]  in fp32, in rank order;  x[t] = h[t] / sqrt(mean(h[t]²) + eps) · g, rounded once, on every rank
 //
-// Rank r owns rows [r·part, (r + 1)·part) of T, part = ceil(T / world). h of a row is kept by its owner alone, but for h_f32, which spreads h
+// Rank r owns rows [r·part, (r + 1)·part) of T, part >= T / world. h of a row is kept by its owner alone, but for h_f32, which spreads h
 // itself and norms nothing: the last sum of a chunk, after which every rank has every row. The others differ in what x is:
 //   f16, bf16  16 bits;  e4m3  codes with one scale a row, as norm.cu's rmsnorm_e4m3
 // Shares are read where the product has left them, over the link, or where the products of all ranks have pushed them, in the owner's memory
@@ -20,9 +20,9 @@
 //
 // entry points: _r2, _r4, _r8: for up to that many ranks. grid: the same on all ranks; block: whole warps, at least world threads, up to 512,
 // 2 packs of 8 elements a thread.
-// bytes over the link, n = ceil(T / world)·D: (world - 1)·2·n in, unless shares were pushed, and (world - 1)·n times 2, 1 (e4m3) or 4 (h_f32) out;
+// bytes over the link, n = part·D: (world - 1)·2·n in, unless shares were pushed, and (world - 1)·n times 2, 1 (e4m3) or 4 (h_f32) out;
 // of local memory 2·n to 2·world·n of shares, and 8·n of h.
-// PRECOND  D % 8 == 0 (e4m3: 16), D <= 16·block, grid <= blocks; every rank's shares, x, scales and h hold T rows, compact; everything 16-byte
+// PRECOND  part·world >= T, the same on all ranks; D % 8 == 0 (e4m3: 16), D <= 16·block, grid <= blocks; every rank's shares, x, scales and h hold T rows, compact; everything 16-byte
 // aligned; flags and epochs zero before the first call; one stream.
 // PRECOND  all blocks of all ranks can be resident at once. minimum arch: sm_80
 #include "include/flags.cuh"
@@ -61,11 +61,11 @@ DEVICE float2 block_sum_max(float ss, float top, float2* scratch) {
 }
 
 template <int RANKS, class Rows>
-DEVICE void allreduce_rows(float* h, const bf16* g, const Flags& end, const Peers& scales, int T, int D, float eps) {
+DEVICE void allreduce_rows(float* h, const bf16* g, const Flags& end, const Peers& scales, int T, int part, int D, float eps) {
   SHARED(float2[2 * WARP], scratch);
   griddep_launch();
   const int packs = D / 8, step = blockDim.x, thread = threadIdx.x;
-  const int part = (T + end.world - 1) / end.world, first = min(T, end.rank * part), stop = min(T, first + part);
+  const int first = min(T, end.rank * part), stop = min(T, first + part);
   const auto mine = [&](int k) { return thread + k * step < packs; };
   const auto peer = [&](int d) { return end.rank + d < end.world ? end.rank + d : end.rank + d - end.world; };
   const auto meet = [&](uint32_t number) {  // a watch each: none is kept in registers between them
@@ -148,8 +148,8 @@ DEVICE void allreduce_rows(float* h, const bf16* g, const Flags& end, const Peer
                                                            const bf16* g,         /* [D]; h_f32: not looked at */   \
                                                            BY_VALUE Flags end,                                      \
                                                            BY_VALUE Peers scales, /* every rank's f32 [T]; e4m3 */  \
-                                                           int T, int D, float eps) {                               \
-    allreduce_rows<RANKS, ROWS>(h, g, end, scales, T, D, eps);                                                       \
+                                                           int T, int part, int D, float eps) {                     \
+    allreduce_rows<RANKS, ROWS>(h, g, end, scales, T, part, D, eps);                                                 \
   }
 #define EVERY_NUMBER(NAME, ROWS) ALLREDUCE_ROWS(NAME, ROWS, 2) ALLREDUCE_ROWS(NAME, ROWS, 4) ALLREDUCE_ROWS(NAME, ROWS, 8)
 EVERY_NUMBER(f16, F16Rows)

@@ -129,7 +129,10 @@ struct Boxes {
 };
 // Of WIDTH columns the last boxes may overlap: what both have is written twice.
 template <int COLUMNS, int WIDTH>
-DEVICE constexpr int box_column(int i) { return (i + 1) * WIDTH <= COLUMNS ? i * WIDTH : COLUMNS - WIDTH; }
+DEVICE constexpr int box_column(int i) {
+  static_assert(COLUMNS >= WIDTH, "a box begins in its tile");
+  return (i + 1) * WIDTH <= COLUMNS ? i * WIDTH : COLUMNS - WIDTH;
+}
 // The first row of the tokens of this warpgroup; their part of a box.
 DEVICE int group_token(int p) { return p * GEMM_P + int(threadIdx.x) / WARPGROUP * 64; }
 
@@ -202,8 +205,8 @@ struct AddFewTokens {
 };
 
 // ---- c[t, n] = y, bf16 -----------------------------------------------------------------------------------------------------------
-// Where the rows of c lie; passed by value. Row t is row t % part of map t / part: this rank's memory, or a peer's (allreduce_rows.cu). A map ends with
-// its rows, and a box that reaches into two is sent to both: what of it lies outside is not stored.
+// Where the rows of c lie; passed by value. Row t is row t % part of map t / part: this rank's memory, or a peer's (allreduce_rows.cu). A part is whole
+// boxes of 64 rows: a store that begins above the first row of a tensor is an illegal instruction.
 struct RowOwners {
   TensorMap map[8];
   int32_t part;
@@ -219,7 +222,7 @@ struct StoreManyTokens {
   DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float*, Nothing) const {
     scale.tiles(sum, 0, Shape::BN / 8);
     const Boxes<Shape, SLOTS> boxes{tray};
-    const int t = __shfl_sync(FULL_MASK, group_token(p), 0), owner = t / c.part;
+    const int t = __shfl_sync(FULL_MASK, group_token(p), 0), owner = t / c.part;  // a shuffle: so that the compiler knows the map's address as one of the warp's
 #pragma unroll
     for (int i = 0; i < (Shape::BN + WIDTH - 1) / WIDTH; i++) {
       constexpr auto column = box_column<Shape::BN, WIDTH>;
@@ -230,9 +233,7 @@ struct StoreManyTokens {
         const int s = 4 * (column(i) / 8 + j) + 2 * half;
         return pack_bf16(sum[0][s], sum[0][s + 1]);
       });
-      boxes.end(i, [&](const void* box) {
-        for (int r = owner, first = owner * c.part; first < min(t + 64, T); r++, first += c.part) tma_store_2d(c.map[r], box, n, t - first);
-      });
+      boxes.end(i, [&](const void* box) { tma_store_2d(c.map[owner], box, n, t - owner * c.part); });
     }
   }
 };

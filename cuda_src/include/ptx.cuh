@@ -304,7 +304,7 @@ DEVICE void tma_multicast_2d(void* dst, const TensorMap& map, uint64_t* bar, int
 // Fetches the map itself: the first copy that uses it waits for that otherwise.
 DEVICE void tma_prefetch(const TensorMap& map) { SM90_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // One thread copies a box from shared memory (laid out as tma_load_2d does) into the tensor, or adds it to the tensor's fp32 elements; what
-// lies outside of the tensor is dropped. The thread commits, and waits until all but GROUPS groups have been read, before the box is reused.
+// lies behind the tensor is dropped; x, y >= 0. The thread commits, and waits until all but GROUPS groups have been read, before the box is reused.
 DEVICE void tma_store_2d(const TensorMap& map, const void* src, int x, int y) {
   SM90_ASM("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x), "r"(y), "r"(shared_address(src)) : "memory");
 }

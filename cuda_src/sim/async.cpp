@@ -236,6 +236,8 @@ void tma_store(const void* map, const void* src, uint32_t rank, const int* at, b
   s.add = add, s.group = t.store_group, s.place = place;
   std::copy(at, at + rank, s.at);
   require_copy(s.map, rank, at, s.src, *t.block, place);
+  for (uint32_t d = 0; d < rank; d++)
+    if (at[d] < 0) fail(place, "tma_store from element %d of dimension %u: an H200 answers with an illegal instruction", at[d], d);
   if (add && s.map.item != 4) fail(place, "tma_add: the simulator adds fp32, the tensor's elements have %u bytes", s.map.item);
   t.stores.push_back(s);
 }

@@ -31,12 +31,19 @@ WARP, HELD = 32, 16  # elements of a row by a thread
 MOST_THREADS = 512
 LONGEST = HELD * MOST_THREADS  # elements of a row
 OCCUPANCY = 2  # most blocks of a multiprocessor
+PUSHED = 64  # rows of a box that a product pushes: an owner has whole ones (include/gemm_out_sm90.cuh)
 BLOCKS = 132 * OCCUPANCY  # most of a launch: every block number has its flags
 
 
 def takes(D: int) -> bool:
     """Whether rows of D elements can be summed so."""
     return D % PACK == 0 and D <= LONGEST
+
+
+def rows_of_owner(T: int, world: int) -> int:
+    """Rows of T that each rank owns, but for the last ones: from a box a rank on, whole boxes."""
+    part = -(-T // world)
+    return part if T // world < PUSHED else -(-part // PUSHED) * PUSHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class RowBuffers:
     out: Buffer  # [rows·D] the normed rows; may be the share's memory
     scale: Buffer | None  # f32 [rows], of e4m3
     h: Buffer  # f32 [rows·D]
-    received: Buffer | None = None  # bf16 [world · ⌈rows / world⌉ · D]: what peers push of this rank's rows
+    received: Buffer | None = None  # bf16 [world · rows_of_owner · D]: what peers push of this rank's rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +102,12 @@ class RowsWorkspace:
         return bases
 
     def part(self, T: int) -> int:
-        """Rows of T that each rank owns, but for the last."""
-        return -(-T // self.world)
+        """See rows_of_owner."""
+        return rows_of_owner(T, self.world)
+
+    def takes_pushed(self, T: int) -> bool:
+        """Whether owners have whole boxes of T rows."""
+        return T // self.world >= PUSHED
 
     def parts(self, T: int, D: int) -> list[Buffer]:
         """Where this rank's shares of T rows go, owner by owner: bf16 [rows, D]."""
@@ -196,6 +207,7 @@ def allreduce_rows(
         end,
         ws.scales,
         np.int32(T),
+        np.int32(ws.part(T)),
         np.int32(D),
         np.float32(eps),
     ]

@@ -262,12 +262,13 @@ class GemmSm90:
         self._launch(dev, "store", choice, [c], x, [w], [], [w.N])
 
     def push(self, dev: Device, parts: Sequence[Buffer], x: Tokens, w: Linear, choice: Choice | None = None) -> None:
-        """The rows of `store`'s c, dealt out: bf16 [n, N] each, n the same but for the last; also of devices that are
-        peers. More than P_ROWS tokens."""
+        """The rows of `store`'s c, dealt out: bf16 [n, N] each, n the same but for the last, whole boxes; also of
+        devices that are peers. More than P_ROWS tokens."""
         T, n = x.values.shape[0], parts[0].shape[0]
         require(T > P_ROWS, f"{T} tokens: rows are dealt out from {P_ROWS + 1} on")
         require(len(parts) <= MAX_OWNERS, f"{len(parts)} owners of rows: the kernel takes {MAX_OWNERS}")
         require(-(-T // n) == len(parts), f"{T} rows are not {len(parts)} parts of {n}")
+        require(n % BOX_ROWS == 0 or n == T, f"parts of {n} rows: an owner has whole boxes of {BOX_ROWS}")
         for i, part in enumerate(parts):
             check_buffer(part, (min(n, T - i * n), w.N), BF16, "c")
         self._launch(dev, "store", choice, list(parts), x, [w], [], [w.N])

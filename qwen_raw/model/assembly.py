@@ -11,7 +11,7 @@ from qwen_raw.device import BF16, Device
 from qwen_raw.errors import QwenRawError
 from qwen_raw.generation.runner import Progress
 from qwen_raw.kernels import allreduce_rows
-from qwen_raw.kernels.allreduce_rows import RowBuffers, RowsWorkspace
+from qwen_raw.kernels.allreduce_rows import RowBuffers, RowsWorkspace, rows_of_owner
 from qwen_raw.kernels.gemv_exchange import Exchange
 from qwen_raw.kernels.gemv_exchange_bf16 import EXCHANGE as EXCHANGE_BF16
 from qwen_raw.kernels.gemv_exchange_fp8 import EXCHANGE as EXCHANGE_FP8
@@ -145,7 +145,7 @@ def _path_of_chunk(devices: Sequence[Device], chunk: int, D: int) -> str:
 def _row_buffers(device: Device, b: PrefillBuffers, world: int) -> RowBuffers:
     """O and down leave their shares in n, or push them, and the rows go where the products look for them."""
     x, (T, D) = b.products.room(b.n), b.n.shape
-    received = device.empty((world * -(-T // world) * D,), BF16) if b.products.pushes(T) else None
+    received = device.empty((world * rows_of_owner(T, world) * D,), BF16) if b.products.pushes(T) else None
     return RowBuffers(b.products.normed, b.n, x.values, x.scale, b.h, received)
 
 

@@ -71,7 +71,7 @@ def prefill_layer(
         prefill_attention(dev, attn, q, k_cache, v_cache, span, fine=fine, wide=wide, hopper=hopper, blocks=heads)
     _into_residual(dev, "o", heads or attn.view((rows, c.H * c.HD)), layer.o, h, n, gemm, residual, skip)
     if by_rows is not None and "reduce" not in skip:
-        allreduce_rows(by_rows, rows, c.D, layer.norm2, c.rms_eps, pdl=True, pushed=gemm.pushes(rows))
+        allreduce_rows(by_rows, rows, c.D, layer.norm2, c.rms_eps, pdl=True, pushed=_pushed(by_rows, gemm, rows))
     yield
     x = gemm.room(n)
     if "norm" not in skip and by_rows is None:
@@ -80,7 +80,7 @@ def prefill_layer(
         gemm.swiglu(dev, act, x, layer.gate, layer.up)
     _into_residual(dev, "down", act, layer.down, h, n, gemm, residual, skip)
     if by_rows is not None and "reduce" not in skip:
-        allreduce_rows(by_rows, rows, c.D, following, c.rms_eps, pdl=True, pushed=gemm.pushes(rows))
+        allreduce_rows(by_rows, rows, c.D, following, c.rms_eps, pdl=True, pushed=_pushed(by_rows, gemm, rows))
     yield
 
 
@@ -88,6 +88,11 @@ def sums_by_rows(residual: Residual, gemm: Products) -> RowsWorkspace | None:
     """What sums by rows and makes what these products take. None: the sum and the norm are two steps."""
     ws = residual.rows
     return ws if ws is not None and ws.kind == gemm.normed else None
+
+
+def _pushed(by_rows: RowsWorkspace, gemm: Products, rows: int) -> bool:
+    """Whether O and down push their rows' shares to the owners."""
+    return gemm.pushes(rows) and by_rows.takes_pushed(rows)
 
 
 def quantised_heads(
@@ -126,7 +131,7 @@ def _into_residual(
     if not isinstance(a, Tokens) and "quantise" not in skip:
         gemm.quantise(dev, x, a)
     by_rows = sums_by_rows(residual, gemm)
-    if stage not in skip and by_rows is not None and gemm.pushes(n.shape[0]):
+    if stage not in skip and by_rows is not None and _pushed(by_rows, gemm, n.shape[0]):
         gemm.push(dev, by_rows.parts(*n.shape), x, w)
     elif stage not in skip:
         residual.products(gemm, h, x, w, n)

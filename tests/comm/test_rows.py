@@ -13,7 +13,7 @@ from kernel_reference import bf16_input
 from loaders.dtypes import bf16_to_f32, e4m3_to_f32
 from qwen_raw.device import BF16, F32
 from qwen_raw.errors import QwenRawError
-from qwen_raw.kernels.allreduce_rows import KINDS, LONGEST, RowBuffers, RowsWorkspace, allreduce_rows
+from qwen_raw.kernels.allreduce_rows import KINDS, LONGEST, RowBuffers, RowsWorkspace, allreduce_rows, rows_of_owner
 from qwen_raw.kernels.last_row import last_row
 from qwen_raw.simt import run
 from qwen_raw.simt.device import SimDevice
@@ -73,7 +73,7 @@ class Rows:
         return e4m3_to_f32(bits) * own.scale.download()[:T, None]
 
     def owner(self, T: int) -> np.ndarray[Any, Any]:
-        return np.arange(T) // -(-T // len(self.ends))
+        return np.arange(T) // rows_of_owner(T, len(self.ends))
 
 
 def in_order(h: np.ndarray[Any, Any], parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -86,11 +86,12 @@ def in_order(h: np.ndarray[Any, Any], parts: list[np.ndarray[Any, Any]]) -> np.n
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("D", [48, 896])
 def test_sums_and_normed_rows(ranks: Ranks, rng: np.random.Generator, kind: str, D: int) -> None:
-    """Calls of changing numbers of rows, fewer than ranks too; then one that spreads h, and one after it."""
+    """Calls of changing numbers of rows, fewer than ranks too, and whole boxes; then one that spreads h."""
     world = len(ranks.devices)
-    rows = Rows(ranks.devices, rng, 21, D, kind, over=kind != "e4m3")
+    many = 64 * world + 3 if D == 48 else 21
+    rows = Rows(ranks.devices, rng, many, D, kind, over=kind != "e4m3")
     want = rows.base.copy()
-    for T in (21, 1, world, world + 1, 20):
+    for T in (21, 1, world, world + 1, 20, many):
         parts = rows.shares(T)
         ranks.finish()
         with ranks.together():
@@ -221,3 +222,13 @@ def test_any_schedule(seed: int, rng: np.random.Generator) -> None:
         for rank, out in enumerate(outs):
             np.testing.assert_array_equal(rows.h(rank), want)
             np.testing.assert_array_equal(out.download(), want[T - 1])
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_parts_of_many_rows_are_whole_boxes(world: int) -> None:
+    """All rows have an owner, and a chunk has room for any number of rows that is smaller."""
+    parts = [rows_of_owner(T, world) for T in range(1, 64 * world + 200)]
+    assert all(part * world >= T for T, part in enumerate(parts, 1))
+    assert parts == sorted(parts)
+    assert all(part % 64 == 0 for part in parts[64 * world - 1 :]) and parts[64 * world - 2] == 64
+    assert parts[20] == -(-21 // world)

@@ -97,6 +97,7 @@ def test_an_operand_in_registers_is_read_late(new_device: NewDevice) -> None:
         (7, "the warp is not in a whole warpgroup"),
         (8, "a warp ended with products that it did not wait for"),
         (9, "a block ended with a named barrier that some had arrived at"),
+        (10, "tma_store from element -3 of dimension 1: an H200 answers with an illegal instruction"),
     ],
 )
 def test_misuse(new_device: NewDevice, mode: int, expected: str) -> None:

@@ -115,4 +115,5 @@ KERNEL(160) void misuse(BY_VALUE TensorMap x, int mode) {
     wgmma_commit();  // and ends without waiting
   }
   if (mode == 9 && threadIdx.x < 64) named_barrier_arrive(1, 128);  // and nobody waits
+  if (mode == 10 && threadIdx.x == 0) tma_store_2d(x, buffer, 0, -3);  // begins above the matrix
 }
