@@ -23,6 +23,7 @@ DEVICE void dot_pack(float (&s)[2], uint4 w, const float (&x)[8]) {
 // sum of row l / (32 / R).
 template <int R>
 DEVICE float reduce_rows(float (&s)[R]) {
+  static_assert(R >= 1 && R <= WARP && (R & (R - 1)) == 0, "halves of halves");
   const int lane = threadIdx.x % WARP;
   int m = WARP / 2;
 #pragma unroll
