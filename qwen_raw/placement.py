@@ -61,9 +61,9 @@ def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None, draft_gpu:
     or another. UsageError for what there is not.
     """
     if wanted in ("cpu", "sim") and gpus is not None:
-        raise UsageError(f"devices names GPUs: it does not go with device {wanted}")
+        raise UsageError(f"--devices (devices=) names GPUs: it does not go with --device {wanted}")
     if wanted == "cpu" and draft_gpu is not None:
-        raise UsageError("draft_device names a GPU: it does not go with device cpu")
+        raise UsageError("--draft-device (draft_device=) names a GPU: it does not go with --device cpu")
     if wanted == "cpu":
         if ranks > 1:
             raise UsageError(
@@ -75,7 +75,7 @@ def place(wanted: DeviceName, ranks: int, gpus: Sequence[int] | None, draft_gpu:
 
         if draft_gpu not in (None, ranks):
             raise UsageError(
-                f"draft_device {draft_gpu}: simulated GPUs have one stream, the first {ranks} the ranks': use {ranks}"
+                f"draft device {draft_gpu}: beside {ranks} simulated rank{'s' * (ranks > 1)} it is {ranks}: use {ranks}"
             )
         opened = tuple(SimDevice.of_world(ranks + (draft_gpu is not None)))
         slow = ("the kernels are simulated on the CPU: this is slow",)

@@ -83,7 +83,7 @@ def test_a_simulated_draft_device_comes_after_the_ranks() -> None:
     assert [device.ordinal for device in placement.opened] == [0, 1, 2] and placement.draft is placement.opened[2]
     close_all([device.close for device in placement.opened])
     for wrong in (0, 1, 3):
-        with pytest.raises(UsageError, match=f"draft_device {wrong}: simulated GPUs have one stream, .*: use 2$"):
+        with pytest.raises(UsageError, match=f"draft device {wrong}: beside 2 simulated ranks it is 2: use 2$"):
             place("sim", 2, None, wrong)
 
 

@@ -49,7 +49,9 @@ class Speculation:
             if self.draft_device < 0:
                 raise UsageError(f"draft_device is {self.draft_device}, expected a GPU's number")
             if self.loop != "queued":
-                raise UsageError("a loop on one device has no draft model on another: loop queued, or no draft_device")
+                raise UsageError(
+                    "a loop on one device has no draft model on another: use --spec-loop queued, or no --draft-device"
+                )
         if self.ngram is not None and not 1 <= self.ngram <= MOST_NGRAM:
             raise UsageError(f"n-grams of {self.ngram} ids: 1 to {MOST_NGRAM} are possible")
         if self.loop not in LOOPS:

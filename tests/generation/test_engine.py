@@ -220,7 +220,7 @@ def test_a_model_may_be_a_path(copy: Path) -> None:
         ({"devices": ["0"]}, "an element of devices is '0' \\(str\\), expected an integer"),
         ({"devices": 0}, "devices is 0 \\(int\\), expected a list of integers"),
         ({"devices": "0,1"}, "devices is '0,1' \\(str\\), expected a list of integers"),
-        ({"devices": [0], "device": "sim"}, "devices names GPUs: it does not go with device sim"),
+        ({"devices": [0], "device": "sim"}, "names GPUs: it does not go with --device sim"),
         ({"comm": "smoke"}, "comm 'smoke' is not one of auto, host, flag, lamport, twoshot, inline"),
         ({"tp": 1.0}, "tp is 1.0 \\(float\\), expected an integer"),
         ({"tp": True}, "tp is True \\(bool\\), expected an integer"),
