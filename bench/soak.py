@@ -100,17 +100,17 @@ def ranks_agree(runner: DeviceRunner) -> bool:
 
 
 def soak(
-    runner: DeviceRunner, todo: Sequence[Request], prompts: int, tokens: int, limit_s: float
+    runner: DeviceRunner, requests: Sequence[Request], prompts: int, tokens: int, limit_s: float
 ) -> tuple[list[Answer], int]:
     """(all answers, mismatches); ends early after `limit_s` seconds, between two prompts."""
     recorded: dict[Request, Answer] = {}
     answers: list[Answer] = []
     wrong, begin = 0, time.perf_counter()
-    answer(runner, todo[0], tokens)  # not counted: the clocks come up
+    answer(runner, requests[0], tokens)  # not counted: the clocks come up
     for number in range(prompts):
         if answers and time.perf_counter() - begin > limit_s:
             break
-        request = todo[number % len(todo)]
+        request = requests[number % len(requests)]
         got = answer(runner, request, tokens)
         want = recorded.setdefault(request, got)
         if (got.ids, got.logits_hash) != (want.ids, want.logits_hash) or not ranks_agree(runner):

@@ -20,10 +20,10 @@
 //
 // entry points: _r2, _r4, _r8: for up to that many ranks. grid: the same on all ranks; block: whole warps, at least world threads, up to 512,
 // 2 packs of 8 elements a thread.
-// bytes over the link, n = part·D: (world - 1)·2·n in, unless shares were pushed, and (world - 1)·n times 2, 1 (e4m3) or 4 (h_f32) out;
+// bytes over the link at most, n = part·D: (world - 1)·2·n in, unless shares were pushed, and (world - 1)·n times 2, 1 (e4m3) or 4 (h_f32) out;
 // of local memory 2·n to 2·world·n of shares, and 8·n of h.
-// PRECOND  part·world >= T, the same on all ranks; D % 8 == 0 (e4m3: 16), D <= 16·block, grid <= blocks; every rank's shares, x, scales and h hold T rows, compact; everything 16-byte
-// aligned; flags and epochs zero before the first call; one stream.
+// PRECOND  part·world >= T, the same on all ranks; D % 8 == 0 (e4m3: 16), D <= 16·block, grid <= blocks; every rank's shares, x, scales and h
+// hold T rows, compact; everything 16-byte aligned; flags and epochs zero before the first call; one stream.
 // PRECOND  all blocks of all ranks can be resident at once. minimum arch: sm_80
 #include "include/flags.cuh"
 #include "include/reduce.cuh"

@@ -222,7 +222,7 @@ struct StoreManyTokens {
   DEVICE void operator()(typename Shape::Sums& sum, int p, int q, const Scale& scale, unsigned char* tray, const float*, Nothing) const {
     scale.tiles(sum, 0, Shape::BN / 8);
     const Boxes<Shape, SLOTS> boxes{tray};
-    const int t = __shfl_sync(FULL_MASK, group_token(p), 0), owner = t / c.part;  // a shuffle: so that the compiler knows the map's address as one of the warp's
+    const int t = __shfl_sync(FULL_MASK, group_token(p), 0), owner = t / c.part;  // shuffled: so the map's address is known to be the warp's
 #pragma unroll
     for (int i = 0; i < (Shape::BN + WIDTH - 1) / WIDTH; i++) {
       constexpr auto column = box_column<Shape::BN, WIDTH>;

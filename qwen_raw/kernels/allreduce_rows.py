@@ -11,6 +11,7 @@ import numpy as np
 from qwen_raw.device import BF16, E4M3, F16, U32, U64, Arg, Buffer, Device
 from qwen_raw.errors import require
 from qwen_raw.kernels.allreduce_flag import STRUCT
+from qwen_raw.kernels.gemm_sm90 import BOX_ROWS
 from qwen_raw.kernels.linear import check_buffer
 from qwen_raw.kernels.peers import (
     MAX_RANKS,
@@ -31,7 +32,6 @@ WARP, HELD = 32, 16  # elements of a row by a thread
 MOST_THREADS = 512
 LONGEST = HELD * MOST_THREADS  # elements of a row
 OCCUPANCY = 2  # most blocks of a multiprocessor
-PUSHED = 64  # rows of a box that a product pushes: an owner has whole ones (include/gemm_out_sm90.cuh)
 BLOCKS = 132 * OCCUPANCY  # most of a launch: every block number has its flags
 
 
@@ -40,10 +40,15 @@ def takes(D: int) -> bool:
     return D % PACK == 0 and D <= LONGEST
 
 
+def in_boxes(T: int, world: int) -> bool:
+    """Whether owners of T rows have whole boxes, as a product that pushes needs (include/gemm_out_sm90.cuh)."""
+    return T // world >= BOX_ROWS
+
+
 def rows_of_owner(T: int, world: int) -> int:
-    """Rows of T that each rank owns, but for the last ones: from a box a rank on, whole boxes."""
+    """Rows of T that each rank owns, but for the last ones, which may own fewer or none."""
     part = -(-T // world)
-    return part if T // world < PUSHED else -(-part // PUSHED) * PUSHED
+    return -(-part // BOX_ROWS) * BOX_ROWS if in_boxes(T, world) else part
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +111,8 @@ class RowsWorkspace:
         return rows_of_owner(T, self.world)
 
     def takes_pushed(self, T: int) -> bool:
-        """Whether owners have whole boxes of T rows."""
-        return T // self.world >= PUSHED
+        """See in_boxes."""
+        return in_boxes(T, self.world)
 
     def parts(self, T: int, D: int) -> list[Buffer]:
         """Where this rank's shares of T rows go, owner by owner: bf16 [rows, D]."""

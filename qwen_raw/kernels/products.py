@@ -12,6 +12,7 @@ from typing import Protocol
 
 from qwen_raw.config import ModelConfig
 from qwen_raw.device import E4M3, F32, U8, Buffer, Device
+from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels import gemm_bf16_sm90, gemm_fp8_sm90, gemm_sm90
 from qwen_raw.kernels.gemm import Gemm
 from qwen_raw.kernels.gemm_bf16 import GEMM as GEMM_BF16
@@ -102,7 +103,7 @@ class MmaProducts:
 
     def push(self, dev: Device, parts: Sequence[Buffer], x: Tokens, w: Linear) -> None:
         """See Products."""
-        raise NotImplementedError("these products do not deal rows out")
+        raise QwenRawError("mma.sync products store to one place: pushes() says that they deal no rows out")
 
     def room(self, a: Buffer) -> Tokens:
         """See Products."""

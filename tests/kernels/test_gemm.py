@@ -8,8 +8,10 @@ from kernel_reference import POISON, assert_close, assert_sums_close, bf16_input
 
 from loaders.dtypes import bf16_to_f32
 from qwen_raw.device import BF16, F32
+from qwen_raw.errors import QwenRawError
 from qwen_raw.kernels.gemm_bf16 import GEMM as BF16_GEMM
 from qwen_raw.kernels.gemm_fp8 import GEMM as FP8_GEMM
+from qwen_raw.kernels.products import MmaProducts
 
 GEMMS = pytest.mark.parametrize("gemm", [BF16_GEMM, FP8_GEMM], ids=["bf16", "fp8"])
 # (T, N, K): one row, one tile exactly, one past a tile in every dimension, K tails of 16 within a slice of 32.
@@ -89,3 +91,11 @@ def test_f32(dev: Any, rng: np.random.Generator, T: int, N: int, K: int) -> None
     out.fill(POISON)
     BF16_GEMM.f32(dev, out, dev.array(a), w)
     assert_sums_close(out.download(), A @ W.T, np.abs(A) @ np.abs(W).T, what="c")
+
+
+def test_rows_are_not_dealt_out() -> None:
+    """What says that it does not push refuses to."""
+    products = MmaProducts(BF16_GEMM)
+    assert not products.pushes(4096)
+    with pytest.raises(QwenRawError, match="store to one place"):
+        products.push(None, [], None, None)  # type: ignore[arg-type]
